@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import permutations
+from itertools import count, permutations, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -38,13 +38,11 @@ _MAX_RANK = 1 << 20
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Settings for further targets in the base, and for more than s * B A or a base changed before training.
+_VARIANTS = ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config")
 _REFUSED = {
     "layer_replication": "repeats layers of the base, which",
     "trainable_token_indices": "changes rows of embeddings, which",
-    **dict.fromkeys(
-        ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config"),
-        "is a variant of LoRA that",
-    ),
+    **dict.fromkeys(_VARIANTS, "is a variant of LoRA that"),
 }
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
@@ -58,7 +56,10 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
     """Return the value of the first pattern that matches the end of a module's name, at a name boundary."""
     for pattern, value in patterns.items():
         if _PLAIN.fullmatch(pattern):
-            matches = _ends_with(module, pattern)
+            bare = pattern.removeprefix("^")
+            begin = len(module) - len(bare)
+            bounded = begin == 0 or (begin > 0 and bare == pattern and module[begin - 1] == ".")
+            matches = bounded and all(a in (".", b) for a, b in zip(bare, module[begin:], strict=True))
         else:
             # "^" can match only if nothing precedes the pattern, and the subset has no "^".
             whole = pattern.startswith("^") and "|" not in pattern
@@ -69,34 +70,20 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
     return default
 
 
-def _ends_with(module: str, end: str) -> bool:
-    """Return whether a module's name ends with a plain pattern, at a name boundary."""
-    bare = end.removeprefix("^")
-    begin = len(module) - len(bare)
-    if begin < 0 or (begin > 0 and (bare != end or module[begin - 1] != ".")):
-        return False
-    return all(expected in (".", letter) for expected, letter in zip(bare, module[begin:], strict=True))
-
-
 def _check_method(config: Mapping[str, Any], path: str) -> None:
     """Refuse adapters of PEFT that are no plain LoRA."""
-    kind = config.get("peft_type")
+    kind, key = config.get("peft_type"), next(filter(config.get, _REFUSED), None)
+    problem = None if key is None else f'"{key}" {_REFUSED[key]} safeload does not merge'
     if kind != "LORA":
-        problem = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-        text = f"{problem}. safeload merges LoRA adapters only; merge this adapter with PEFT"
-        raise error_about(UnsupportedError, text, path=path)
-    for key, effect in _REFUSED.items():
-        if config.get(key):
-            text = f'"{key}" {effect} safeload does not merge; merge this adapter with PEFT'
-            raise error_about(UnsupportedError, text, path=path)
+        state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
+        problem = f"{state}. safeload merges LoRA adapters only"
+    if problem is not None:
+        raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_CHANGES_BASE):
-        warning(
-            '%s: "init_lora_weights" is %s, which changes the base when training begins. Merge into that changed base, '
-            "or convert the adapter with PEFT's path_initial_model_for_weight_conversion",
-            path,
-            show(initialization),
-        )
+        effect = f"is {show(initialization)}, which changes the base when training begins"
+        advice = "or convert the adapter with PEFT's path_initial_model_for_weight_conversion"
+        warning('%s: "init_lora_weights" %s. Merge into that changed base, %s', path, effect, advice)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None, path: str, *, whole: bool = False) -> float:
@@ -120,8 +107,7 @@ def _numbers(config: Mapping[str, Any], key: str, path: str, *, whole: bool = Fa
 
 
 def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
-    names = config.get(key)
-    names = [] if names is None else names
+    names = [] if config.get(key) is None else config[key]
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise FormatError(f'"{key}" must be a list of names, got {show(names)}', path)
     if len(names) > _MAX_NAMES or any(len(name) > _MAX_NAME_LENGTH for name in names):
@@ -159,15 +145,10 @@ _ROLE = re.compile(
     re.ASCII,
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
+_MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
 # Each role needs at least one of these partners.
-_PARTNERS = {
-    A: {B},
-    B: {A},
-    EMBEDDING_A: {EMBEDDING_B},
-    EMBEDDING_B: {EMBEDDING_A},
-    BIAS: {B},
-    MAGNITUDE: {B, EMBEDDING_B},
-}
+_FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
+_PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = [".base_layer.", _SAVED]
@@ -239,9 +220,8 @@ class Adapter:
     def is_copy(self, name: str) -> bool:
         """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
         stored = self.modules.get(name, {}).get(VALUE)
-        if stored is None or self.mlx:
-            return False
-        return _SAVED in stored or name.rpartition(".")[0].endswith(self.saved)
+        trained = stored is not None and (_SAVED in stored or name.rpartition(".")[0].endswith(self.saved))
+        return trained and not self.mlx
 
     def rank(self, module: str) -> int:
         """Return the rank of a module with factors, summed over the matrices of a stack."""
@@ -269,10 +249,8 @@ class Adapter:
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
                 continue
             if part in parts and not (part == VALUE and _SAVED in parts[part]):
-                both = f"tensors {show(parts[part])} and {show(name)}"
-                raise FormatError(
-                    f"{both} of the adapter are the same part of one module", checkpoint.path, tensor=name
-                )
+                text = f"tensors {show(parts[part])} and {show(name)} of the adapter are the same part of one module"
+                raise FormatError(text, checkpoint.path, tensor=name)
             parts[part] = name
         if not modules:
             raise FormatError("the adapter has no tensors", checkpoint.path)
@@ -283,18 +261,14 @@ class Adapter:
     def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
         """Return the module and the role of an adapter tensor."""
         bare = unwrapped(name)
-        if self.mlx:
-            for suffix, part in _MLX.items():
-                if bare.endswith(suffix):
-                    return bare.removesuffix(suffix), part
-        elif not bare.startswith(_PREFIX):
+        prefix, pattern, roles = ("", _MLX_ROLE, _MLX) if self.mlx else (_PREFIX, _ROLE, _PEFT)
+        if not bare.startswith(prefix):
             text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        rest = bare if self.mlx else bare.removeprefix(_PREFIX)
-        role = None if self.mlx else _ROLE.search(rest)
-        key = "" if role is None else f".{role[1]}{role[3] or ''}"
-        if role is not None and key in _PEFT:
-            return rest[: role.start()], _PEFT[key]
+        rest = bare.removeprefix(prefix)
+        match = pattern.search(rest)
+        if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
+            return rest[: match.start()], part
         if any(part in rest for part in _NOT_LORA):
             named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
             text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
@@ -368,9 +342,6 @@ def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
 # model. Names and shapes decide here, then known architectures. Whatever remains ambiguous is refused.
 
 
-# ---- bases ----
-
-
 class AdapterTarget(NamedTuple):
     """A base tensor to merge into."""
 
@@ -408,23 +379,17 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
         for adapter in adapters:
             for module, parts in adapter.modules.items():
                 if EMBEDDING_A in parts:
-                    text = (
-                        f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to an "
-                        "embedding, but their names are not known, so the head would change too"
-                    )
+                    text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
+                    text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
-    for pair in pairs.items():
-        changes = [(adapter, name) for adapter in adapters if (name := _changed_alone(adapter, *pair)) is not None]
-        if changes and pair[1].endswith(_SHARED):
-            adapter, name = changes[0]
-            raise UnsupportedError(
-                f"the adapter changes {show(name)}, but encoder, decoder and head share {show(pair[1])}: merging into "
-                "one of them is not supported",
-                path=adapter.checkpoint.path,
-                tensor=name,
-            )
-        if changes:
-            untied[pair[0]] = pair[1]
+    for head, embedding in pairs.items():
+        for adapter, name in [(each, _changed_alone(each, head, embedding)) for each in adapters]:
+            if name is not None and embedding.endswith(_SHARED):
+                text = f"the adapter changes {show(name)}, but encoder, decoder and head share {show(embedding)}: "
+                text += "merging into one of them is not supported"
+                raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=name)
+            if name is not None:
+                untied[head] = embedding
     return Heads(pairs, untied)
 
 
@@ -444,12 +409,9 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
             if np.array_equal(a, b):
                 return None
         if not changed:
-            raise FormatError(
-                f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
-                "'modules_to_save' names neither",
-                adapter.checkpoint.path,
-                tensor=values[0],
-            )
+            text = f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
+            text += "'modules_to_save' names neither"
+            raise FormatError(text, adapter.checkpoint.path, tensor=values[0])
     return changed[0] if changed else None
 
 
@@ -523,12 +485,9 @@ class Base:
             return name
         if name not in self.places and not self.is_part:
             names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
-            for stored in names:
-                place = stored if stored in self.names else self._stack(stored)
-                if place is not None:
-                    self.places[name] = place
-                    return place
-            place = next(filter(None, map(self._unwrapped.get, names)), None)
+            stored = (text if text in self.names else self._stack(text) for text in names)
+            inside = (self._unwrapped.get(text) for text in names)
+            place = next((place for places in (stored, inside) for place in places if place is not None), None)
             if place is not None:
                 self.places[name] = place
         return self.places.get(name)
@@ -551,10 +510,8 @@ class Base:
             block, _, last = name.removesuffix(".weight").rpartition(STACK)
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
-            count = 0
-            while all(f"{outer}.{count}.{layer}.weight" in self.names for layer in layers):
-                count += 1
-            stack = Apart(count, layers, 0, 0, outer)
+            present = (all(f"{outer}.{k}.{layer}.weight" in self.names for layer in layers) for k in count())
+            stack = Apart(sum(takewhile(bool, present)), layers, 0, 0, outer)
             shapes = {self._shape(stored) for stored, _, _ in stack.tensors()}
             if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
                 return stack._replace(rows=shape[0], columns=shape[1])
@@ -607,10 +564,8 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
                 why = "'fan_in_fan_out' may not hold for every layer of this adapter"
                 if not base.model_type:
                     why += "; open the base as a folder, because its config.json may show the order"
-            unclear[module] = (
-                f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}, which "
-                f"is {list(base.shape(name))}: {orders}? {why}"
-            )
+            change = f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}"
+            unclear[module] = f"{change}, which is {list(base.shape(name))}: {orders}? {why}"
     flag = adapter.transposed
     transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
     return Fit(parameters, transposed, unclear)
@@ -676,10 +631,8 @@ def _matched(
         reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
     elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
-        fitting = [
-            order for order in permutations(names) if all(map(suits.__getitem__, zip(modules, order, strict=True)))
-        ]
-        orders = fitting or orders
+        fits = [order for order in permutations(names) if all(suits[pair] for pair in zip(modules, order, strict=True))]
+        orders = fits or orders
     if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
         reason = "neither shapes nor names tell which change belongs to which tensor"
     if not reason:
@@ -693,9 +646,7 @@ def _matched(
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
     """Return whether a change can belong to a tensor of this shape."""
     sizes = _sizes(adapter, module)
-    if len(shape) == 2:
-        return sizes == shape
-    return len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
+    return sizes == shape if len(shape) == 2 else len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
 
 
 # ---- orders of axes ----

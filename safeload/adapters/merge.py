@@ -30,25 +30,8 @@ from ..core.source import Source, in_file
 from ..core.table import similar
 from ..core.text import error_about, show
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
-from .adapter import (
-    BIAS,
-    EMBEDDING_A,
-    EMBEDDING_B,
-    MAGNITUDE,
-    VALUE,
-    A,
-    Adapter,
-    AdapterTarget,
-    Apart,
-    B,
-    Base,
-    Fit,
-    Heads,
-    fitted,
-    heads_of,
-    listed,
-    opened,
-)
+from . import adapter as lora
+from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, listed, opened
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -79,12 +62,8 @@ def target_of(checkpoint: Checkpoint, name: str) -> AdapterTarget:
     work = np.dtype(np.float64 if row.code == "F64" and not quantized else np.float32)
     source = None if quantized else in_rows(in_file(checkpoint, name, file, index), work)
     if row.packed and not quantized:  # elements share bytes, so they are decoded together
-
-        def decoded(rows: Any) -> Array:
-            values: Array = checkpoint.load([name], dtype="float32", backend="pread")[name][rows]
-            return values
-
-        return AdapterTarget(name, shape, None, work, decoded, True, source)
+        whole = partial(checkpoint.load, [name], dtype="float32", backend="pread")
+        return AdapterTarget(name, shape, None, work, lambda rows: whole()[name][rows], True, source)
     together = packed is not None and len(shape) < 3 and not (len(shape) == 2 and rows_apart(packed.packing))
     read = checkpoint.get_slice(name, dtype=work.name).__getitem__
     return AdapterTarget(name, shape, None if quantized else row, work, read, together, source)
@@ -102,14 +81,12 @@ def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
     """Refuse integers."""
     if not row.floating:
-        text = (
-            f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
-            "config.json"
-        )
+        text = f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
+        text += "config.json"
         raise error_about(UnsupportedError, text, path=path, tensor=name)
 
 
-# ---- changes of a tensor ----
+# ---- changes of a base ----
 
 
 class Change(NamedTuple):
@@ -122,9 +99,6 @@ class Change(NamedTuple):
     stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
     matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
-
-
-# ---- changes of a base ----
 
 
 class Merge:
@@ -153,9 +127,9 @@ class Merge:
         for adapter, fit in zip(adapters, self.fits, strict=True):
             modules = dict(adapter.modules)
             for name, other in tied:  # a tensor that replaces one of two tied tensors replaces both
-                value = adapter.modules.get(name, {}).get(VALUE)
+                value = adapter.modules.get(name, {}).get(lora.VALUE)
                 if value and not adapter.is_copy(name) and other not in adapter.modules and other in base.names:
-                    modules[other] = {VALUE: value}
+                    modules[other] = {lora.VALUE: value}
             for module, parts in modules.items():
                 try:
                     self._fit(adapter, fit, module, parts)
@@ -169,16 +143,16 @@ class Merge:
 
     def _fit(self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str]) -> None:
         """Add the changes of a module."""
-        if module in fit.unclear and VALUE not in parts:
+        if module in fit.unclear and lora.VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
-        if VALUE in parts:
-            targets = {module: {VALUE: parts[VALUE]}}
+        if lora.VALUE in parts:
+            targets = {module: {lora.VALUE: parts[lora.VALUE]}}
         elif module in fit.parameters:
             targets = {fit.parameters[module]: dict(parts)}
         else:
-            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != BIAS}}
-            if BIAS in parts:
-                targets[f"{module}.bias"] = {BIAS: parts[BIAS], A: parts[A]}
+            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != lora.BIAS}}
+            if lora.BIAS in parts:
+                targets[f"{module}.bias"] = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
         base = self.base
         for model_name, roles in targets.items():  # patterns match the names of the model
             place = base.find(model_name)
@@ -200,7 +174,7 @@ class Merge:
             elif isinstance(place, str) and place in base.names:
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
-            elif not base.is_part and (VALUE not in roles or model_name not in self.heads.pairs):
+            elif not base.is_part and (lora.VALUE not in roles or model_name not in self.heads.pairs):
                 raise self._missing(adapter, model_name, next(iter(roles.values())))
 
     def _change(
@@ -215,30 +189,28 @@ class Merge:
 
         def need(fits: bool, part: str, requirement: str) -> None:
             if not fits:
-                text = (
-                    f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
-                    f"{list(shape)}: it needs {requirement}"
-                )
+                text = f"of the adapter is {list(shapes[part])}, but {show(target.name)} of {self.base.title} is "
+                text += f"{list(shape)}: it needs {requirement}"
                 raise error_about(FormatError, text, path=path, tensor=parts[part])
 
         for part, name in parts.items():
             dtype = adapter.checkpoint.tensors[name].dtype
             if not dtypes.parse(dtype).floating:
                 raise refused(part, f"is {dtype}: it must be floating")
-        if VALUE in parts:
-            need(shapes[VALUE] == shape, VALUE, "an equal shape, because it replaces the base tensor")
+        if lora.VALUE in parts:
+            need(shapes[lora.VALUE] == shape, lora.VALUE, "an equal shape, because it replaces the base tensor")
             if adapter.weight != 1:
                 text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
-                raise refused(VALUE, text)
+                raise refused(lora.VALUE, text)
             return Change(adapter, parts)
         parameter = module in fit.parameters and not mlx
-        if parameter and (adapter.dora or BIAS in parts):
+        if parameter and (adapter.dora or lora.BIAS in parts):
             text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
-            raise refused(A, text)
-        if BIAS in parts:
-            need(shapes[BIAS] == shape, BIAS, "an equal shape, because it is added to the base tensor")
-            return Change(adapter, parts, adapter.scaling(module, sum(shapes[A][:1]), parts[A]))
-        a, b = (EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)
+            raise refused(lora.A, text)
+        if lora.BIAS in parts:
+            need(shapes[lora.BIAS] == shape, lora.BIAS, "an equal shape, because it is added to the base tensor")
+            return Change(adapter, parts, adapter.scaling(module, sum(shapes[lora.A][:1]), parts[lora.A]))
+        a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         for part in (a, b):
             need(len(shapes[part]) > 1, part, "two axes")
         if parameter:
@@ -248,14 +220,14 @@ class Merge:
         count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
         total = rank = shapes[a][1 if mlx else 0]
         if parameter:
-            need(count > 0 and total % count == 0, A, f"a multiple of {count} rows, equally many for each matrix")
+            need(count > 0 and total % count == 0, lora.A, f"a multiple of {count} rows, equally many for each matrix")
             rank = total // count
-        by_columns = a == EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
+        by_columns = a == lora.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
             by_columns = shapes[a] == (rows, rank) and not linear
-        elif MAGNITUDE in parts and stacked:
-            raise refused(MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
+        elif lora.MAGNITUDE in parts and stacked:
+            raise refused(lora.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
         inner, outer = (rows, columns) if by_columns else (columns, rows)
         needed: tuple[tuple[int, ...], ...] = (total, inner), (outer, total)
         if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
@@ -264,22 +236,20 @@ class Merge:
             needed = (rank, *shape[1:]), (outer, rank, *(1 for _ in shape[2:]))
         for part, expected in zip((a, b), needed, strict=True):
             need(shapes[part] == expected, part, str(list(expected)))
-        if MAGNITUDE in parts:
+        if lora.MAGNITUDE in parts:
             norms = columns if by_columns and not mlx else rows
-            need(math.prod(shapes[MAGNITUDE]) == norms, MAGNITUDE, f"{norms} norms")
+            need(math.prod(shapes[lora.MAGNITUDE]) == norms, lora.MAGNITUDE, f"{norms} norms")
         scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
         return Change(adapter, parts, scaling, by_columns, stacked, count)
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
-        if VALUE in change.parts:  # PEFT can write a value after the factors of its module
-            factors = (k for k, earlier in enumerate(changes) if earlier.adapter is change.adapter)
-            changes.insert(next(factors, len(changes)), change)
+        if lora.VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
+            changes[:] = [change, *(factors for factors in changes if factors.adapter is change.adapter)]
             return
-        if any(VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
-            raise UnsupportedError(
-                f"{show(name)} is a stack of matrices for one change and not for another", tensor=name
-            )
+        if any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+            text = f"{show(name)} is a stack of matrices for one change and not for another"
+            raise UnsupportedError(text, tensor=name)
         changes.append(change)
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
@@ -299,19 +269,16 @@ class Merge:
         """Return the dtype of a merged tensor: ``dtype``, or the tensor's own."""
         row = parse_target(dtype) or self.base.target(name).row
         if row is None:
-            text = (
-                'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true values'
-            )
-            raise error_about(UnsupportedError, text, path=self.base.title, tensor=name)
+            text = 'is packed, and an adapter changes it: pass dtype=, such as dtype="bfloat16", to merge its true '
+            raise error_about(UnsupportedError, f"{text}values", path=self.base.title, tensor=name)
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
         """Return a merged tensor."""
         target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        last = max((k for k, change in enumerate(changes) if VALUE in change.parts), default=-1)
-        if last >= 0:  # the replacement discards earlier changes
-            target, changes = _replaced(target, changes[last]), changes[last + 1 :]
+        if changes and lora.VALUE in changes[0].parts:
+            target, changes = _replaced(target, changes[0]), changes[1:]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
@@ -322,7 +289,7 @@ class Merge:
             for change, (left, right) in zip(changes, factors, strict=True):
                 number, rows = change.part or (k, slice(None))
                 step = _Step(left[number, rows], right[number], change.scaling)
-                steps.append(_with_norms(step, change, matrix, steps) if MAGNITUDE in change.parts else step)
+                steps.append(_with_norms(step, change, matrix, steps) if lora.MAGNITUDE in change.parts else step)
             if in_core and all(step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
                 continue
@@ -333,10 +300,11 @@ class Merge:
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
         """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
         parts, checkpoint = change.parts, change.adapter.checkpoint
-        if BIAS in parts:
-            bias = checkpoint.load([parts[BIAS]], dtype=dtype, backend="pread")[parts[BIAS]]
+        if lora.BIAS in parts:
+            bias = checkpoint.load([parts[lora.BIAS]], dtype=dtype, backend="pread")[parts[lora.BIAS]]
             return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
-        a, b = (parts[part] for part in ((EMBEDDING_A, EMBEDDING_B) if EMBEDDING_A in parts else (A, B)))
+        roles = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
+        a, b = map(parts.__getitem__, roles)
         read = _factors if change.part is None else self._cached_factors
         return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
 
@@ -361,7 +329,7 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
     """Return the target with the adapter's values in place of its own."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[VALUE]
+    checkpoint, name = change.adapter.checkpoint, change.parts[lora.VALUE]
     ((_, file, index),) = tensors_of(checkpoint, [name])
     source = in_rows(in_file(checkpoint, name, file, index), target.work)
     read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
@@ -370,7 +338,7 @@ def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
 
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[MAGNITUDE]
+    checkpoint, name = change.adapter.checkpoint, change.parts[lora.MAGNITUDE]
     magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
     if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
         return step._replace(norms=magnitude)
@@ -516,14 +484,9 @@ def fit(
 def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
     """Warn if the merged tensors need a config other than the base's."""
     for head, embedding in heads.untied.items():
-        place = "config" if config is None else "config.json"
-        warning(
-            "the adapter gives %s and %s different values: load them into a model whose %s has "
-            '"tie_word_embeddings": false',
-            show(head),
-            show(embedding),
-            place,
-        )
+        pair, place = f"{show(head)} and {show(embedding)}", "config" if config is None else "config.json"
+        advice = f'load them into a model whose {place} has "tie_word_embeddings": false'
+        warning("the adapter gives %s different values: %s", pair, advice)
 
 
 def load_with_adapters(
@@ -558,9 +521,8 @@ def load_merged(
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-        check_disjoint(
-            {name: array for name, array in out.items() if isinstance(array, np.ndarray) and array.flags.c_contiguous}
-        )
+        in_numpy = {name: array for name, array in out.items() if isinstance(array, np.ndarray)}
+        check_disjoint({name: array for name, array in in_numpy.items() if array.flags.c_contiguous})
         plain_out = {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)

@@ -177,7 +177,7 @@ def _quantized(
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
         own_axis = own_axis and own_axis % len(shape)
-        return quantizing(values, scheme, own_axis, rounding, importance=importance.get(name))[0]
+        return quantizing(values, scheme, own_axis, rounding, importance=importance.get(name))
 
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():

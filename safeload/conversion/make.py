@@ -361,7 +361,7 @@ class Maker:
         self._rounding: quantize.Rounding | None = "ggml" if format == "gguf" else None
         self._threads = threads
         self._scratch, self._codes = quantize.Scratch(), quantize.Scratch()
-        self._buffers = quantize.ScratchBuffers()
+        self._free: list[quantize.Scratch] = []  # for the threads that quantize a weight
         self._kept_parts: dict[str, dict[str, Array]] = {}  # computed parts that have not been written, by tensor
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
@@ -533,7 +533,7 @@ class Maker:
         return parts[role]
 
     def _weights(self, name: str, row: dtypes.Dtype) -> quantize.Weights:
-        return quantize.weights_in(self._catalog, name, row, self._buffers, self._scratch.array, threads=self._threads)
+        return quantize.weights_in(self._catalog, name, row, self._free, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
         """Return a packed tensor as stored."""
@@ -594,11 +594,11 @@ class Maker:
         """Make codes or scales of small tensors."""
         tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
         if part == packing.CODES:
-            pairs = [
+            requests = [
                 quantize.quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors
             ]
-            quantize.run_requests([request for request, _ in pairs], threads=self._threads, progress=None)
-            return {name: result.data for name, (_, result) in zip(group, pairs, strict=True)}
+            quantize.run_requests(requests, threads=self._threads, progress=None)
+            return {name: request.result.data for name, request in zip(group, requests, strict=True)}
         maxima = quantize.maxima_of([(values, output.axis) for output, values in tensors], self._threads)
         shapes = [output.roles[packing.SCALE].shape for output, _ in tensors]
         return {

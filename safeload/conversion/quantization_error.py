@@ -103,10 +103,7 @@ def quantization_error(
 ) -> QuantizationTable: ...
 @public
 def quantization_error(
-    source: Given | Array,
-    quantized: Given | QuantizedTensor,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    source: Given | Array, quantized: Given | QuantizedTensor, *, storage_options: Mapping[str, Any] | None = None
 ) -> QuantizationTable | QuantizationStats:
     """Return the quantization error of a tensor, or of each quantized tensor of a checkpoint.
 

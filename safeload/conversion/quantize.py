@@ -166,9 +166,10 @@ def quantize_source(
     if isinstance(source, QuantizedTensor):
         source = source.dequantize(threads=threads)
     reals = source if isinstance(source, Source) else of_reals("", source, threads)
-    request, result = quantizing(reals, scheme, axis, rounding, importance=importance, data=data)
+    request = quantizing(reals, scheme, axis, rounding, importance=importance, data=data)
     run_requests([request], threads=threads, progress=None)
-    return result
+    quantized: QuantizedTensor = request.result
+    return quantized
 
 
 # ---- importance ----
@@ -219,19 +220,9 @@ class Request(NamedTuple):
     """A result to fill from a source."""
 
     source: Source
-    result: QuantizedTensor | Array
+    result: Any  # a `QuantizedTensor` or an array
     target: int  # dtype number of the codes, or of the array
     importance: Array | None = None  # of the columns, see `check_importance`
-
-    @property
-    def is_int8(self) -> bool:
-        """True if the result has a scale apart from its codes."""
-        return isinstance(self.result, QuantizedTensor) and self.result.scale is not None
-
-    @property
-    def by_parts(self) -> bool:
-        """True for int8 from packed codes in another order than their values."""
-        return self.is_int8 and not self.source.in_order
 
 
 def quantizing(
@@ -242,38 +233,43 @@ def quantizing(
     *,
     importance: Array | None = None,
     data: Array | None = None,
-) -> tuple[Request, QuantizedTensor]:
-    """Return a request to quantize, and its result, whose codes are in ``data`` if given."""
+) -> Request:
+    """Return a request to quantize; the codes of its result are in ``data`` if given."""
     (data_dtype, data_shape), scale = storage_of(scheme, source.shape, axis)
     scales = None if scale is None else np.zeros(scale[1], scale[0])
     codes = private_array(data_shape, data_dtype) if data is None else data
     result = QuantizedTensor(scheme, source.shape, codes, scales, axis)
-    return Request(source, result, SCHEMES[scheme].target(rounding if scheme == "q4_0" else None), importance), result
+    return Request(source, result, SCHEMES[scheme].target(rounding if scheme == "q4_0" else None), importance)
 
 
 def run_requests(requests: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
     """Fill the results: int8 in two passes over its source, everything else in a single pass."""
+    ordered: list[Request] = []
+    scaled: list[tuple[Source, int | None]] = []  # to quantize to int8, with their axis
     for request in requests:
-        if request.by_parts:
-            assert isinstance(request.result, QuantizedTensor)
-            _fill_by_parts(request.source, request.result, threads)
-    requests = [request for request in requests if not request.by_parts]
-    scaled = [request for request in requests if request.is_int8]
-    first_bytes = sum(request.source.size for request in scaled)
-    total = first_bytes + sum(request.source.size for request in requests)
+        source, result = request.source, request.result
+        is_int8 = isinstance(result, QuantizedTensor) and result.scale is not None
+        if is_int8 and not source.in_order:
+            _fill_by_parts(source, result, threads)
+            continue
+        ordered.append(request)
+        if is_int8:
+            scaled.append((source, result.axis))
+    first_bytes = sum(source.size for source, _ in scaled)
+    total = first_bytes + sum(request.source.size for request in ordered)
     first, second, report = None, progress, progress
     if callable(report) and first_bytes:  # both passes count
         first, second = (lambda done, _: report(done, total)), (lambda done, _: report(first_bytes + done, total))
-    maxima = iter(maxima_of([(each.source, each.result.axis) for each in scaled], threads, first))  # type: ignore[union-attr]
+    maxima = iter(maxima_of(scaled, threads, first))
     # The second pass reads from the page cache.
     batch = jobs.Batch()
-    for request in requests:
-        source, result, weights = request.source, request.result, request.importance
+    for source, result, target, weights in ordered:
         memory = address(result.data if isinstance(result, QuantizedTensor) else result)
-        work: Iterable[Job] = source.jobs(memory, request.target)
+        work: Iterable[Job] = source.jobs(memory, target)
         if isinstance(result, QuantizedTensor):
             if result.scale is not None:
-                factors = _set_scale(result, next(maxima))
+                scales, factors = scales_of(next(maxima))
+                result.scale[...] = scales.reshape(result.scale.shape)
                 channels = channels_of(source.shape, result.axis, factors)
                 work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
             elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
@@ -317,14 +313,6 @@ def scales_of(maxima: Array) -> tuple[Array, Array]:
     return scales, np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32).reshape(-1)
 
 
-def _set_scale(result: QuantizedTensor, maxima: Array) -> Array:
-    """Set the scale of an int8 tensor from the bits of its channels' maxima; return a factor per channel."""
-    scales, factors = scales_of(maxima)
-    assert result.scale is not None
-    result.scale[...] = scales.reshape(result.scale.shape)
-    return factors
-
-
 # ---- int8 from packed codes in another order than their values ----
 
 # Values restored at a time: 224 MiB of float32, more than most matrices of models with 8 billion weights have. A larger
@@ -344,21 +332,20 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
         for part in ranges:
             begin, count = values_before(packed, part), part.values
             if factors is None or len(ranges) > 1:
-                memory = address(values) - 4 * begin
-                restoring = restore_jobs(
-                    source.packed, memory, lib.SL_F32, source.name, owner=source.owner, ranges=(part,)
-                )
+                at = address(values) - 4 * begin
+                restoring = restore_jobs(source.packed, at, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
                 jobs.Batch(restoring).run(threads=threads)
             own, inner = _channels(source.shape, result.axis, begin, count)
             origin = Origin(source.name, source.shape, values, begin)
-            job = Job(None, address(values), 0, 4 * count, lib.SL_F32, lib.SL_F32, op, origin=origin)
             memory = address(maxima[own]) if factors is None else address(result.data) + begin
             channels = Channels(own.stop - own.start, inner, None if factors is None else factors[own])
-            jobs.Batch([job._replace(memory=memory, channels=channels)]).run(threads=threads)
-            if factors is None and _not_finite(maxima[own]):
-                jobs.Batch([job._replace(op=lib.SL_OP_FINITE)]).run(threads=threads)  # raises, with the index
+            job = Job(None, address(values), memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
+            jobs.Batch([job]).run(threads=threads)
+            if factors is None and _not_finite(maxima[own]):  # raises, with the index
+                jobs.Batch([job._replace(memory=0, op=lib.SL_OP_FINITE, channels=None)]).run(threads=threads)
         if factors is None:
-            factors = _set_scale(result, maxima)
+            scales, factors = scales_of(maxima)
+            result.scale[...] = scales.reshape(result.scale.shape)
 
 
 def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) -> tuple[slice, int]:
@@ -374,8 +361,7 @@ def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) 
     return slice(first, first + count // inner), inner
 
 
-# ---- formats of engines ----
-
+# ---- formats of engines: the values of a weight, in ranges, on several threads at once ----
 
 # The dtypes of weights that engines quantize.
 WEIGHTS = ("BF16", "F16", "F32")
@@ -393,9 +379,6 @@ _REMOTE_READERS = 2
 _MOST_BYTES = 32 << 20
 
 
-# ---- the values of a weight, in ranges, on several threads at once ----
-
-
 class Weights(NamedTuple):
     """The values of a weight, in C order and little-endian."""
 
@@ -408,8 +391,7 @@ class Weights(NamedTuple):
 class Scratch:
     """Memory reused from tensor to tensor."""
 
-    def __init__(self) -> None:
-        self._memory: Array = np.empty(0, np.uint8)
+    _memory: Array = np.empty(0, np.uint8)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array over the memory, which grows if necessary."""
@@ -421,23 +403,17 @@ class Scratch:
         return array
 
 
-class ScratchBuffers:
-    """Scratch memory that threads borrow; it is reused from weight to weight."""
-
-    def __init__(self) -> None:
-        self._free: list[Scratch] = []
-
-    @contextmanager
-    def borrow(self, count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
-        """Lend memory for this many values."""
-        try:
-            scratch = self._free.pop()
-        except IndexError:
-            scratch = Scratch()
-        try:
-            yield scratch.array((count,), dtype)
-        finally:
-            self._free.append(scratch)
+@contextmanager
+def _borrowed(free: list[Scratch], count: int, dtype: np.dtype[Any]) -> Iterator[Array]:
+    """Lend memory for values to a thread; it is reused from weight to weight."""
+    try:
+        scratch = free.pop()
+    except IndexError:
+        scratch = Scratch()
+    try:
+        yield scratch.array((count,), dtype)
+    finally:
+        free.append(scratch)
 
 
 def in_memory(values: Array) -> Weights:
@@ -450,7 +426,7 @@ def weights_in(
     catalog: Catalog,
     name: str,
     row: dtypes.Dtype,
-    scratch: ScratchBuffers,
+    free: list[Scratch],  # memory for ranges
     whole: Callable[[tuple[int, ...], np.dtype[np.generic]], Array],  # an array for values that have no ranges
     *,
     threads: int | None,
@@ -463,18 +439,18 @@ def weights_in(
         if len(items) > 1:
             packed = any(base.about(source).packed for source in arranged.sources_of(name))
             alone = packed or base.in_memory or base.makes
-            return _of_items(arranged, items, row, scratch, alone=alone)
+            return _of_items(arranged, items, row, free, alone=alone)
     elif not base.makes:
         value = catalog.values(name)
         if isinstance(value, Source) and value.packed is None:
-            return _ranges_of(value, row, scratch)
+            return _ranges_of(value, row, free)
         return in_memory(jobs.native_order(read_values(value, row, whole(value.shape, dtype), threads)))
     values = whole(catalog.about(name).shape, dtype)
     catalog.read_into(name, row, values, threads)
     return in_memory(jobs.native_order(values))
 
 
-def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> Weights:
+def _ranges_of(source: Source, row: dtypes.Dtype, free: list[Scratch]) -> Weights:
     dtype = dtypes.array_dtype(row.number)
     if source.file is None and source.row.number == row.number and source.size:
         stored = memory_of(source)
@@ -485,7 +461,7 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
         part = source._replace(shape=(end - begin,), offset=source.offset + source.row.nbytes(begin))
-        with scratch.borrow(end - begin, dtype) as values:
+        with _borrowed(free, end - begin, dtype) as values:
             yield jobs.native_order(read_values(part, row, values, 1))
 
     remote = source.file is not None and source.file.remote
@@ -493,12 +469,7 @@ def _ranges_of(source: Source, row: dtypes.Dtype, scratch: ScratchBuffers) -> We
 
 
 def _of_items(
-    catalog: RestructuredCatalog,
-    items: Sequence[TensorRecipe],
-    row: dtypes.Dtype,
-    scratch: ScratchBuffers,
-    *,
-    alone: bool,
+    catalog: RestructuredCatalog, items: Sequence[TensorRecipe], row: dtypes.Dtype, free: list[Scratch], *, alone: bool
 ) -> Weights:
     """Return the values of a stack, of which each strip makes one item."""
     dtype, shape = dtypes.array_dtype(row.number), items[0].shape
@@ -506,7 +477,7 @@ def _of_items(
 
     @contextmanager
     def read(begin: int, end: int) -> Iterator[Array]:
-        with scratch.borrow(end - begin, dtype) as values:
+        with _borrowed(free, end - begin, dtype) as values:
             for number in range(begin // size, end // size):
                 item = values[number * size - begin : (number + 1) * size - begin]
                 catalog.make(items[number], row, item.reshape(shape), 1)

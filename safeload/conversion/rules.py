@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core import dtypes, packing
@@ -75,7 +76,7 @@ class Planned(NamedTuple):
     """The decision about one tensor."""
 
     scheme: str | None  # None leaves the tensor unquantized
-    reason: str = ""  # why it is left unquantized
+    reason: str = ""  # why it is, or would be, left unquantized
     already: bool = False  # True if it has the requested scheme already
     requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
     dtype: str | None = None  # code of the dtype to convert to instead
@@ -138,16 +139,15 @@ class Kept:
 
     def __init__(self, keep: Keep, sources_of: Callable[[str], Sequence[str]] = lambda name: ()) -> None:
         self._sources_of = sources_of
-        patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else tuple(keep)
-        self._tests = {pattern: _test_of(pattern) for pattern in patterns}
-        self._function = keep if callable(keep) else None
+        patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else keep
+        self._patterns = {pattern: _test_of(pattern) for pattern in patterns}
+        self._tests = [(f"keep={show(pattern)}", test) for pattern, test in self._patterns.items()]
+        if callable(keep):
+            self._tests.append(("excluded by keep=", keep))
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor is kept, or None."""
-        for pattern, test in self._tests.items():
-            if self._selects(test, name):
-                return f"keep={show(pattern)}"
-        return "excluded by keep=" if self._function is not None and self._selects(self._function, name) else None
+        return next((reason for reason, test in self._tests if self._selects(test, name)), None)
 
     def _selects(self, test: Callable[[str], object], name: str) -> bool:
         """Return True if a test selects a name, or all of its sources."""
@@ -164,11 +164,10 @@ class Kept:
     def check(self, names: Collection[Any]) -> None:
         """Refuse patterns that match neither a tensor nor a module."""
         texts = [text for name in names if isinstance(name, str) for text in (name, *self._sources_of(name))]
-        both = {*texts, *(text.removesuffix(".weight") for text in texts)} if self._tests else ()
-        expressions = [pattern for pattern in self._tests if _is_expression(pattern)]
-        check_matches("keep", [pattern for pattern in self._tests if pattern not in expressions], both)
-        for pattern in expressions:
-            if not any(map(self._tests[pattern], both)):
+        both = {*texts, *(text.removesuffix(_WEIGHT) for text in texts)} if self._patterns else ()
+        check_matches("keep", [pattern for pattern in self._patterns if not _is_expression(pattern)], both)
+        for pattern, test in self._patterns.items():
+            if _is_expression(pattern) and not any(map(test, both)):
                 raise TensorNotFoundError(f"keep={show(pattern)} matches no tensor")
 
 
@@ -176,15 +175,15 @@ def _is_expression(pattern: object) -> bool:
     return isinstance(pattern, str) and pattern.startswith(_EXPRESSION)
 
 
-def _test_of(pattern: str) -> Callable[[str], bool]:
+def _test_of(pattern: str) -> Callable[[str], object]:
     """Return the function that tells if a pattern matches the name of a tensor, or of its module."""
     if not _is_expression(pattern):
-        return lambda name: fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+        return lambda name: fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(_WEIGHT), pattern)
     try:
         match = re.compile(pattern.removeprefix(_EXPRESSION)).match
     except re.error as error:
         raise ValueError(f"keep={show(pattern)} is not a regular expression: {error}") from None
-    return lambda name: match(name) is not None or match(name.removesuffix(".weight")) is not None
+    return lambda name: match(name) or match(name.removesuffix(_WEIGHT))
 
 
 # ---- the schemes of a call ----
@@ -234,40 +233,38 @@ class Rules:
             return Planned(None, f"is {about.dtype}, not floating")
         if len(shape) not in (2, 3):
             return Planned(None, f"is {len(shape)}-D, not 2-D or 3-D")
-        chosen = "is empty" if 0 in shape else self._choose(name, shape)
-        if isinstance(chosen, str):
-            return Planned(None, chosen)
-        planned, usual = chosen
+        planned = Planned(None, "is empty") if 0 in shape else self._choose(name, shape)
+        if planned.scheme is planned.dtype is None:
+            return planned
         if scheme is not None and scheme in (planned.scheme, planned.requested):
             return Planned(None, f"is already {scheme}", already=True)
-        kept = self.kept.reason(name) or usual
-        if kept is not None:
+        kept = self.kept.reason(name) or ("" if planned.dtype else planned.reason)
+        if kept:
             return Planned(None, kept)
         if scheme is not None and not about.packed:
             check_restorable(name, scheme)
         return planned
 
-    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
-        """Return why a matrix is left unquantized; or its scheme, and a reason against it that ``keep`` precedes."""
+    def _choose(self, name: str, shape: tuple[int, ...]) -> Planned:
+        """Return why a matrix is left unquantized; or its scheme, with the reason if it is kept by default."""
         matches = ((pattern, to) for pattern, to in self._schemes.items() if fnmatchcase(name, pattern))
         pattern, requested = next(matches, (None, None))
         if pattern is None:
-            return "no pattern of scheme= matches"
+            return Planned(None, "no pattern of scheme= matches")
         if requested is None:
-            return f"scheme={{{show(pattern)}: None}}"
+            return Planned(None, f"scheme={{{show(pattern)}: None}}")
         result = SCHEMES[requested].of_rows(shape[-1])
-        usual = self.usual(name) if pattern == _ALL else None  # an explicit pattern overrides the defaults
+        usual = self._usual(name) if pattern == _ALL else ""  # an explicit pattern overrides the defaults
         if result is None:
             usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}"
-        return Planned(result or requested, requested=None if result == requested else requested), usual
+        return Planned(result or requested, usual, requested=None if result == requested else requested)
 
-    def usual(self, name: str) -> str | None:
-        """Return why a matrix of this name is kept by default, or None if it is quantized."""
+    def _usual(self, name: str) -> str:
+        """Return why a matrix of this name is kept by default; "" if it is quantized."""
         role = None if self.schema is None else self.schema.role(name)
         if role is not None:
-            return _KEPT_ROLES.get(role)
-        pattern = next((p for p in KEPT_NAMES if fnmatchcase(name, p)), None)
-        return None if pattern is None else f"matches {pattern}"
+            return _KEPT_ROLES.get(role, "")
+        return next((f"matches {pattern}" for pattern in KEPT_NAMES if fnmatchcase(name, pattern)), "")
 
 
 # ---- llama.cpp's file types ----
@@ -306,15 +303,15 @@ class FileTypeRules(Rules):
         """Return the names in llama-quantize's order."""
         return names if self._sizes.architecture in diffusion_models() else sorted(names, key=mixtures.sort_key)
 
-    def _choose(self, name: str, shape: tuple[int, ...]) -> str | tuple[Planned, str | None]:
+    def _choose(self, name: str, shape: tuple[int, ...]) -> Planned:
         if any(fnmatchcase(name, pattern) for pattern in self.patterns):
             return super()._choose(name, shape)
         chosen = self._types[name]
         if chosen.type is None:
-            return f"stays as it is in file type {self.file_type}"
+            return Planned(None, f"stays as it is in file type {self.file_type}")
         if chosen.type == FLOAT16:
-            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16"), None
-        return Planned(chosen.type, requested=chosen.requested), None
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16")
+        return Planned(chosen.type, requested=chosen.requested)
 
 
 def rules_for(
@@ -327,13 +324,11 @@ def rules_for(
     """
     sizes = ModelSizes.of(catalog.metadata) if model else None
     if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
-        raise UnsupportedError(
-            f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
-            f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
-            "ComfyUI-GGUF quantizes the result"
-        )
-    patterns = {name: to for name, to in scheme.items() if name != _ALL} if isinstance(scheme, Mapping) else {}
-    name = scheme.get(_ALL) if isinstance(scheme, Mapping) else scheme
+        text = f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "
+        text += f'{sizes.architecture}: pass dtype="float16" or "bfloat16" instead of quantize=, and llama-quantize of '
+        raise UnsupportedError(f"{text}ComfyUI-GGUF quantizes the result")
+    patterns = dict(scheme) if isinstance(scheme, Mapping) else {_ALL: scheme}
+    name = patterns.pop(_ALL, None)
     lower = name.lower() if isinstance(name, str) else ""
     named = lower in mixtures.mixtures() if isinstance(scheme, Mapping) else mixtures.is_known(lower)
     if not named or sizes is None:
@@ -399,7 +394,6 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
 
 
 # ---- rules of engines ----
-
 
 _WEIGHT = ".weight"
 # Why a linear module stays unquantized, so that the config must name it.
@@ -533,8 +527,8 @@ class EngineRules:
         if packing.GLOBAL not in self.preset.parts:
             return ()
         parent, _, module = name.removesuffix(_WEIGHT).rpartition(".")
-        fused = next((modules for modules in _FUSED if module in modules), (module,))
-        partners = (f"{parent}.{other}{_WEIGHT}" for other in fused) if len(fused) > 1 else (name,)
+        fused = next((modules for modules in _FUSED if module in modules), ())
+        partners = [f"{parent}.{other}{_WEIGHT}" for other in fused] or [name]
         return tuple(other for other in partners if other in quantized)
 
     def config(
@@ -576,10 +570,8 @@ class EngineRules:
 
 def not_as_in_mlx(model_type: object) -> str:
     """Return why a model's tensors of MLX are not those of transformers."""
-    return (
-        f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), and "
-        "safeload does not know the differences"
-    )
+    text = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), "
+    return f"{text}and safeload does not know the differences"
 
 
 # ---- tensors as an engine loads them ----
@@ -636,13 +628,12 @@ def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
         rows = shape[1] // len(modules)
-        for expert in range(shape[0]):
-            for k, module in enumerate(modules):
-                part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
-                full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
-                if full in catalog:
-                    raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
-                parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
+        for expert, (k, module) in product(range(shape[0]), enumerate(modules)):
+            part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
+            full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
+            if full in catalog:
+                raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
+            parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
     return parts
 
 
@@ -653,11 +644,8 @@ def _stacked(
     catalog: Catalog, preset: Preset, experts: MlxExperts, parts: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorRecipe]:
     """Return the recipes of a model for mlx-lm, in the order of their first source."""
-    names = "|".join(map(re.escape, experts.modules))
-    expert = re.compile(
-        rf"(model\.layers\.[0-9]+\.{re.escape(experts.block)})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight",
-        re.ASCII,
-    )
+    block, names = rf"model\.layers\.[0-9]+\.{re.escape(experts.block)}", "|".join(map(re.escape, experts.modules))
+    expert = re.compile(rf"({block})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight", re.ASCII)
     recipes: dict[str, TensorRecipe] = {}
     stacks: dict[str, dict[int, TensorRecipe]] = {}
     for name, part in parts.items():

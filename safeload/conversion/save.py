@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import accumulate, count
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
@@ -185,27 +185,24 @@ class _Buffer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._blocks: list[Array] = []
-        self._block = self._used = 0
+        self._blocks: list[Array] = []  # in use
+        self._free: list[Array] = []
+        self._used = 0  # bytes of the last block
 
     def reset(self) -> None:
         """Reuse all memory, and release blocks that the last save has not used."""
-        del self._blocks[self._block + 1 :]
-        self._block = self._used = 0
+        self._blocks, self._free, self._used = [], self._blocks[::-1], 0
 
     def take(self, nbytes: int) -> Array:
         """Return memory for a tensor."""
-        blocks = self._blocks
-        while self._block < len(blocks) and self._used + nbytes > blocks[self._block].size:
-            if self._used:
-                self._block, self._used = self._block + 1, 0
-            else:
-                del blocks[self._block]  # too small for this tensor
-        if self._block == len(blocks):
-            blocks.append(aligned_bytes(max(_BLOCK, nbytes)))
+        while not self._blocks or self._used + nbytes > self._blocks[-1].size:
+            block = self._free.pop() if self._free else aligned_bytes(max(_BLOCK, nbytes))
+            if block.size >= nbytes:  # else it is released
+                self._blocks.append(block)
+                self._used = 0
         begin = self._used
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return blocks[self._block][begin : begin + nbytes]
+        return self._blocks[-1][begin : begin + nbytes]
 
     def copy(self, name: str, value: Any) -> Any:
         """Return a copy of a value, of the same kind to the writer."""
@@ -241,8 +238,8 @@ def _in_background(
 ) -> Future[None]:
     """Copy the tensors into the buffer, and write them in a thread that ends with the save."""
     buffer = _buffers.setdefault(os.getpid(), _Buffer())
-    buffer.lock.acquire()
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(buffer.lock)
         buffer.reset()
         copies: dict[str, Any] = {}
         for name, value in _items(tensors):
@@ -254,16 +251,12 @@ def _in_background(
             FileWriter(*pack(copies, metadata))  # refuses what cannot be written
         future = SaveFuture()
         future.set_running_or_notify_cancel()
-    except BaseException:
-        buffer.lock.release()
-        raise
+        locked = stack.pop_all()  # until the save ends
 
     def run() -> None:
         try:
-            try:
+            with locked:
                 write(copies)
-            finally:
-                buffer.lock.release()
         except BaseException as error:  # the future raises it
             future.set_exception(error)
         else:
@@ -338,7 +331,6 @@ class Writer:
         self._target = target_of(
             dst, max_shard_size, overwrite=overwrite, durable=durable, storage_options=storage_options
         )
-        self._in_folder = not isinstance(self._target, FileSink)
         self._in_order = isinstance(self._target, FileSink) and self._target.in_order
         if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
@@ -379,7 +371,7 @@ class Writer:
             if self._declared is not None:
                 text = "is quantized, which Writer supports only without tensors="
                 raise error_about(UnsupportedError, text, tensor=name)
-            parts, texts = pack(parts, None, in_folder=self._in_folder)
+            parts, texts = pack(parts, None, in_folder=not isinstance(self._target, FileSink))
         try:
             sources = {part: source_of(part, plain) for part, plain in parts.items()}
             for part in sources:
@@ -420,54 +412,42 @@ class Writer:
         target, spool = self._target, self._file
         if isinstance(target, FileSink):
             if spool is None:
-                header = None if self._declared is None else self._header(self._declared, target)
-                size = None if header is None else int(header.nbytes + header.sizes.sum())
+                header = size = None
+                if self._declared is not None:
+                    numbers = bytes(row.number for row, _ in self._declared.values())
+                    shapes, order = [shape for _, shape in self._declared.values()], target.in_order
+                    header = Header([*self._declared], numbers, shapes, self._metadata, keeps_order=order, room=ROOM)
+                    size = int(header.nbytes + header.sizes.sum())
                 spool = _Spool(self._stack.enter_context(target.open(size)), header, self._declared or ())
         elif spool is None or (spool.names and spool.nbytes + nbytes > self._limit):
             if spool is None:
                 self._stack.enter_context(target.begin(overwrite=self._overwrite))
             else:
-                self._complete_shard(spool)
-                if target.location.files.remote:
-                    self._upload_shard(target)
+                self._complete_shard(spool, target)
             spool = _Spool(target.new(f"model-{len(self._shards) + 1:05}.safetensors", 0))
         self._file = spool
         return spool
 
-    def _header(self, declared: Mapping[str, tuple[dtypes.Dtype, Sequence[int]]], target: FileSink) -> Header:
-        numbers, shapes = bytes(row.number for row, _ in declared.values()), [shape for _, shape in declared.values()]
-        return Header([*declared], numbers, shapes, self._metadata, keeps_order=target.in_order, room=ROOM)
-
-    def _complete_shard(self, spool: _Spool) -> None:
+    def _complete_shard(self, spool: _Spool, sink: Sink, *, last: bool = False) -> list[str]:
+        """Complete a shard, and put all shards whose names are now known in the folder; return these names."""
         spool.complete(self._metadata)
         spool.file.seal()
         self._shards.append(spool)
         self._nbytes += spool.nbytes
-
-    def _upload_shard(self, sink: Sink) -> None:
-        """Upload the last shard of a folder whose number of shards is unknown."""
-        taken = sink.names()
-        self._name_shards(sink, (name for k in count(1) if (name := f"model-{k:05}.safetensors") not in taken))
-
-    def _name_shards(self, sink: Sink, names: Iterable[str]) -> None:
-        for spool, name in zip(self._shards, names, strict=False):
-            sink.add(name, spool.file)
-            self._weight_map.update(dict.fromkeys(spool.names, name))
-        self._shards = []
-
-    def _finish_folder(self, sink: Sink) -> None:
-        """Put the shards and their index in place."""
-        names: list[str] = []
-        if self._weight_map:
-            self._upload_shard(sink)
-        else:
+        if last and not self._weight_map:
             total = len(self._shards)
             usual = [f"model-{k + 1:05}-of-{total:05}.safetensors" for k in range(total)] if total > 1 else [SINGLE]
             names = [*free_names(sink, usual).values()]
-            self._name_shards(sink, names)
-        sink.commit({} if names == [SINGLE] else {INDEX: index_text(self._weight_map, self._nbytes)})
-        if self._overwrite:
-            sink.clear_records()
+        elif sink.location.files.remote:  # uploaded at once, when the number of shards is unknown
+            taken = sink.names()
+            names = [next(name for k in count(1) if (name := f"model-{k:05}.safetensors") not in taken)]
+        else:
+            return []
+        for shard, name in zip(self._shards, names, strict=True):
+            sink.add(name, shard.file)
+            self._weight_map.update(dict.fromkeys(shard.names, name))
+        self._shards = []
+        return names
 
     @public
     def close(self) -> None:
@@ -494,8 +474,11 @@ class Writer:
                 if isinstance(self._target, FileSink):
                     spool.complete(self._metadata)
                 else:
-                    self._complete_shard(spool)
-                    self._finish_folder(self._target)
+                    single = self._complete_shard(spool, self._target, last=True) == [SINGLE]
+                    index = {} if single else {INDEX: index_text(self._weight_map, self._nbytes)}
+                    self._target.commit(index)
+                    if self._overwrite:
+                        self._target.clear_records()
         except OSError as error:
             raise unsaved(error) from None
 
@@ -557,18 +540,15 @@ def _declared(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> dict[str, tup
         pair = tensors[check_name(name)]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"tensors: {show(name)} must be (dtype, shape), got {show(pair)}")
-        declared[name] = dtypes.parse(pair[0]), _shape(name, pair[1])
+        row, must = dtypes.parse(pair[0]), f"tensors: the shape of {show(name)} must"
+        try:
+            sizes = tuple(map(index, pair[1]))
+        except TypeError:
+            raise TypeError(f"{must} be a list of integers, got {show(pair[1])}") from None
+        if not all(0 <= size < 1 << 63 for size in sizes):
+            raise ValueError(f"{must} have sizes in [0, 2**63), got {show(list(sizes))}")
+        declared[name] = row, sizes
     return declared
-
-
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
-    try:
-        sizes = tuple(map(index, shape))
-    except TypeError:
-        raise TypeError(f"tensors: the shape of {show(name)} must be a list of integers, got {show(shape)}") from None
-    if not all(0 <= size < 1 << 63 for size in sizes):
-        raise ValueError(f"tensors: the shape of {show(name)} must have sizes in [0, 2**63), got {show(list(sizes))}")
-    return sizes
 
 
 class _Spool:
@@ -586,17 +566,15 @@ class _Spool:
         self._numbers = bytearray()
         self._shapes: list[Sequence[int]] = []
         self._begins: list[int] = []
-        self._aligned = True
         self._small, self._small_begin = bytearray(), 0  # small neighbours that wait, and their position
         self._described: dict[str, Any] = {}  # the quantized tensors
         self._config: str | None = None  # the quantization of packed tensors
         self._places: dict[str, int] | None = None
         if header is not None:
             file.write([(header.address, header.nbytes)])
-            sizes, order = header.sizes, header.order
-            places = np.zeros(len(order), np.int64)
-            places[order] = header.nbytes + np.cumsum(sizes[order], dtype=np.int64) - sizes[order].astype(np.int64)
-            self._places = dict(zip(names, places.tolist(), strict=True))
+            listed, order = [*names], header.order
+            begins = accumulate(header.sizes[order].tolist(), initial=header.nbytes)
+            self._places = {listed[k]: begin for k, begin in zip(order.tolist(), begins, strict=False)}
 
     def add(self, name: str, source: TensorToWrite) -> None:
         """Write a tensor, now or with a later call. After an error, the next tensor can take its place."""
@@ -605,7 +583,6 @@ class _Spool:
         self._numbers.append(source.row.number)
         self._shapes.append(source.shape)
         self._begins.append(self.nbytes)
-        self._aligned &= self.nbytes % dtypes.array_dtype(source.row.number).alignment == 0
         self.nbytes += source.nbytes
 
     def _write(self, position: int, source: TensorToWrite) -> None:
@@ -649,7 +626,8 @@ class _Spool:
         self._flush()
         if self._places is not None:
             return
-        keeps_order = self._aligned and self.nbytes > _SMALL
+        places = zip(self._begins, map(dtypes.array_dtype, self._numbers), strict=True)
+        keeps_order = self.nbytes > _SMALL and all(begin % dtype.alignment == 0 for begin, dtype in places)
         texts = texts_with(metadata, self._described, self._config)
         header = Header(self.names, bytes(self._numbers), self._shapes, texts, keeps_order=keeps_order)
         if keeps_order and header.nbytes + ROOM <= _BEGIN:

@@ -66,7 +66,7 @@ MAX_VARINT = 10
 
 VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
 # Bytes of a field after its tag, or after its varint.
-_SIZES = {VARINT: 0, EIGHT: 8, BYTES: 0, FOUR: 4}
+SIZES = {VARINT: 0, EIGHT: 8, BYTES: 0, FOUR: 4}
 
 # Bytes of a message to parse at a time: nodes are smaller.
 _BLOCK = 4096
@@ -82,7 +82,7 @@ class Field(NamedTuple):
     end: int  # one past the last byte
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a varint and its end, which is 0 if the varint is cut off or too long."""
     value = shift = 0
     for k, byte in enumerate(data[at : at + MAX_VARINT], at):
@@ -254,10 +254,10 @@ class OnnxModel(ByteReader):
             while low < len(data):
                 tag, first = data[low], low + 1  # most numbers have one byte
                 if tag >= 0x80:
-                    tag, first = _varint(data, low)
+                    tag, first = varint(data, low)
                 wire, value, begin = tag & 7, 0, first
                 if first and wire in (BYTES, VARINT):
-                    value, first = _varint(data, first)
+                    value, first = varint(data, first)
                     begin = first if wire == BYTES else begin
                 if not first and len(data) < rest and low:
                     break  # the field continues beyond the block
@@ -267,10 +267,10 @@ class OnnxModel(ByteReader):
                     raise self.fault(f"a number in {message} is cut off, or has more than {MAX_VARINT} bytes")
                 if not 0 < number < 1 << 29:
                     raise self.fault(f"a field of {message} has the number {number}", at + low)
-                if wire not in _SIZES:
+                if wire not in SIZES:
                     text = f"field {number} of {message} has the wire type {wire}, which is not in use"
                     raise self.fault(text, at + low)
-                stop = first + (value if wire == BYTES else _SIZES[wire])
+                stop = first + (value if wire == BYTES else SIZES[wire])
                 if stop > rest:
                     needs = f"needs {stop - first} bytes, but {rest - first} are left"
                     raise self.fault(f"field {number} of {message} {needs}", at + low)
@@ -304,7 +304,7 @@ class OnnxModel(ByteReader):
         numbers: list[int] = []
         at = 0
         while at < len(data):
-            value, at = _varint(data, at)
+            value, at = varint(data, at)
             if not at:
                 raise self.fault(f"a number in {what} is cut off, or has more than {MAX_VARINT} bytes", field.begin)
             numbers.append(value)

@@ -111,10 +111,9 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Ch
     """Choose the schema of the language model inside a model by its nested config."""
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
-        if choice is not None:
-            prefix = _inner_prefix(choice.schema, names)
-            if prefix is not None:
-                return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
+        prefix = None if choice is None else _inner_prefix(choice.schema, names)
+        if choice is not None and prefix is not None:
+            return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
     return None
 
 
@@ -195,9 +194,8 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
             if not block.endswith(".mlp") or shape is None or not inner.startswith(("gate", "down")):
                 continue
             rows, columns = shape
-            gate = inner.startswith("gate")
-            name, shape = f"{block}.experts.{'gate_up' if gate else 'down'}_proj", (count, rows, columns)
-            shape = (count, f"2 * ({rows})", columns) if gate else shape
+            part, rows = ("gate_up", f"2 * ({rows})") if inner.startswith("gate") else ("down", rows)
+            name, shape = f"{block}.experts.{part}_proj", (count, rows, columns)
         if heads and name.endswith(_HEADS):
             stem = name.removesuffix(_HEADS)
             sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
@@ -252,15 +250,13 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
         choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
         if choice is not None and choice.inner is not None:
             keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
-    result = {}
     if choice is None:
         tie = _tie_in(config)
-        if _generates(config) and tie is not False and (tie or _HEAD not in names):
-            embeddings = [name for name in names if f".{name}".endswith(_EMBEDDINGS)]
-            shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])]
-            if len(shared or embeddings) == 1:
-                result[_HEAD] = (shared or embeddings)[0]
-        return result
+        ties = _generates(config) and tie is not False and (tie or _HEAD not in names)
+        embeddings = [name for name in names if ties and f".{name}".endswith(_EMBEDDINGS)]
+        shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])] or embeddings
+        return {_HEAD: shared[0]} if len(shared) == 1 else {}
+    result = {}
     with suppress(ValueError):  # the config lacks a key
         for head, (embedding, _) in choice.schema.pairs(names, keys).items():
             # The head stands beside the module of the embedding: language_model.model., language_model.lm_head.
@@ -313,9 +309,7 @@ def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
     if row is not None and row.floating and row.bits >= 16:
         return row
     nested = {key: dtype_in(part) for key, part in config.items() if _is_config(key, part)}
-    if nested.get(_FIRST_NESTED) is not None:
-        return nested[_FIRST_NESTED]
-    rows = {row for row in nested.values() if row is not None}
+    rows = {nested.get(_FIRST_NESTED)} - {None} or {*nested.values()} - {None}
     return rows.pop() if len(rows) == 1 else None
 
 

@@ -80,21 +80,18 @@ def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:
     return any(isinstance(key, str) and key.startswith(SHAPE_KEY) for key in metadata or ())
 
 
-def original_shape(
-    metadata: Mapping[Any, Any], name: str, shape: tuple[int, ...], title: str | None = None
-) -> tuple[int, ...]:
+def original_shape(metadata: Mapping[Any, Any], name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a GGUF tensor before its elements were divided into rows of 256."""
     key = SHAPE_KEY + name
     sizes = metadata.get(key)
     if sizes is None:
         return shape
     if not isinstance(sizes, np.ndarray) or sizes.dtype != np.int32 or not 0 < sizes.size <= _MOST_AXES:
-        raise FormatError(f"key {show(key)} must be an array of 1 to {_MOST_AXES} int32, got {show(sizes)}", title)
+        raise FormatError(f"key {show(key)} must be an array of 1 to {_MOST_AXES} int32, got {show(sizes)}")
     original = tuple(map(int, sizes))
     if min(original) < 0 or math.prod(original) != math.prod(shape):
-        raise FormatError(
-            f"key {show(key)} has the shape {list(original)}, but the tensor has {list(shape)}", title, tensor=name
-        )
+        text = f"key {show(key)} has the shape {list(original)}, but the tensor has {list(shape)}"
+        raise FormatError(text, tensor=name)
     return original
 
 

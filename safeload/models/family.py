@@ -191,9 +191,8 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    return name.endswith(("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")) or not name.endswith(
-        ".weight"
-    )
+    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    return name.endswith(kept) or not name.endswith(".weight")
 
 
 class MlxExperts(NamedTuple):
@@ -389,16 +388,9 @@ def families() -> list[ModelFamily]:
         >>> [family.name for family in safeload.families() if family.gguf == "llama"]
         ['llama', 'mistral', 'mixtral']
     """
-    return [
-        ModelFamily(
-            name,
-            family.about,
-            family.architectures,
-            family.model_types,
-            family.has_schema,
-            family.gguf.architecture if family.in_gguf else "",
-            family.in_engines,
-            family.in_mlx,
-        )
-        for name, family in family_files().items()
-    ]
+    listed = []
+    for name, family in family_files().items():
+        gguf = family.gguf.architecture if family.in_gguf else ""
+        names = family.about, family.architectures, family.model_types
+        listed.append(ModelFamily(name, *names, family.has_schema, gguf, family.in_engines, family.in_mlx))
+    return listed

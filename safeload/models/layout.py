@@ -110,11 +110,7 @@ class Layout:
             raise FormatError('a layout must be {"name": string, "tensors": [...]}', path)
         tensors = []
         for k, entry in enumerate(entries):
-            if (
-                not isinstance(entry, Mapping)
-                or entry.keys() - _TENSOR_FIELDS
-                or not {"name", "source"} <= entry.keys()
-            ):
+            if not isinstance(entry, Mapping) or not {"name", "source"} <= entry.keys() <= _TENSOR_FIELDS:
                 raise FormatError(f'tensors[{k}] must be {{"name": string, "source": string, "transpose": bool}}', path)
             try:
                 tensors.append(StackedTensor(**entry))

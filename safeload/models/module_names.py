@@ -31,10 +31,8 @@ def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
     for name in names:
         other = stored.setdefault(unwrapped(name), name)
         if other != name:
-            text = (
-                f"tensors {show(other)} and {show(name)} have one name without their wrappers ({', '.join(WRAPPERS)})"
-            )
-            raise FormatError(text, path, tensor=name)
+            text = f"tensors {show(other)} and {show(name)} have one name without their wrappers"
+            raise FormatError(f"{text} ({', '.join(WRAPPERS)})", path, tensor=name)
     return stored
 
 

@@ -75,7 +75,6 @@ ANY = "?"
 _NUMBERS = re.compile(r"([0-9]+)", re.ASCII)
 _SLOTS = re.compile(r"(\{[a-z_]*\}|[0-9]+)", re.ASCII)
 
-
 # The name of the layer number in a condition.
 LAYER_NUMBER = "layer"
 # Values must fit into a signed 64-bit integer, like shapes.
@@ -175,10 +174,8 @@ class Config:
         elif isinstance(node, ast.Compare):
             left, right = self._run(node.left, layer), self._run(node.comparators[0], layer)
             value = int(_OPERATORS[type(node.ops[0])](left, right))
-        elif isinstance(node, ast.Call):
-            value = self._function(node, layer)
         else:
-            value = self._integer(_name(node), layer)
+            value = self._function(node, layer) if isinstance(node, ast.Call) else self._integer(_name(node), layer)
         if not -_LIMIT < value < _LIMIT:
             raise _NoValueError("a value beyond 64 bits")
         return value
@@ -187,32 +184,26 @@ class Config:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
         other: Any = argument.id if function == "starts" else self._run(argument, layer)
-        listed = isinstance(value, (list, tuple))
+        listed, result, expected = isinstance(value, (list, tuple)), None, "a number"
         if value is None and function not in ("item", "times"):
             return int(other) if function == "len" else 0
         if function == "len":
-            expected = "a list or an object"
-            if listed or isinstance(value, Mapping):
-                return len(value)
+            result, expected = len(value) if listed or isinstance(value, Mapping) else None, "a list or an object"
         elif function == "item":
-            expected = f"an integer, or a list of integers with item {other}"
             item = value[other] if listed and other < len(value) else value
-            if isinstance(item, int):
-                return int(item)
+            result = item if isinstance(item, int) else None
+            expected = f"an integer, or a list of integers with item {other}"
         elif function == "contains":
+            result = other in value if listed and len(value) <= _ITEMS else None
             expected = f"a list of at most {_ITEMS} items"
-            if listed and len(value) <= _ITEMS:
-                return int(other in value)
         elif function == "starts":
-            expected = "a string"
-            if isinstance(value, str):
-                return int(value.startswith(other))
-        else:
-            expected = "a number"
-            if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-                # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
-                return int(value * other) if -_LIMIT < value < _LIMIT else _LIMIT
-        raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
+            result, expected = value.startswith(other) if isinstance(value, str) else None, "a string"
+        elif isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+            # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
+            result = value * other if -_LIMIT < value < _LIMIT else _LIMIT
+        if result is None:
+            raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
+        return int(result)
 
 
 def _name(node: Any) -> str:
@@ -318,11 +309,8 @@ class Schema:
         If the config has no architectures, return the first of the schema.
         """
         listed = None if config is None else config.get("architectures")
-        if not isinstance(listed, list) or not listed:
-            return next(iter(self.architectures), None)
-        return next(
-            (text for text in listed[:MAX_LISTED] if isinstance(text, str) and text in self.architectures), None
-        )
+        names = listed[:MAX_LISTED] if isinstance(listed, list) and listed else self.architectures
+        return next((name for name in names if name in self.architectures), None)
 
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
         """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional."""
@@ -393,9 +381,7 @@ class Schema:
             if not layers:
                 continue
             shape = None if entry.shape is None else tuple(map(size_of, entry.shape))
-            tied = None if entry.tied is None else entry.tied.replace(PREFIX, prefix)
-            if tied is not None and not holds(entry.tied_when, None):
-                tied = None
+            tied = entry.tied.replace(PREFIX, prefix) if entry.tied and holds(entry.tied_when, None) else None
             spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
             stack = spellings[0][0] if slots else ""
             for layer in layers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,7 @@ from ...quant.quantization import without_quantization
 from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .settings import ModelConfig, config_of, count_at, form_of, settings_of
-from .tokenizer import (
-    KEPT,
-    MAX_PIECES,
-    SpecialTokens,
-    TokenizerFiles,
-    kept_json,
-    skeleton,
-    tokenizer_files,
-    vocabulary_of,
-)
+from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
@@ -74,9 +66,7 @@ def source_of(config: Mapping[str, Any] | None) -> str | None:
     if isinstance(listed, list) and listed:
         return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        return None
-    return _class_of(model_type) or f"model_type {show(model_type)}"
+    return (_class_of(model_type) or f"model_type {show(model_type)}") if isinstance(model_type, str) else None
 
 
 def _class_of(model_type: object) -> str | None:
@@ -91,10 +81,8 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         return catalog
     form = gguf_forms().get(name)
     if form is None:
-        raise UnsupportedError(
-            f"{catalog.title}: architecture {show(name)} cannot be converted for llama.cpp, expected one of "
-            f"{', '.join(gguf_forms())}; raw=True writes the tensors as they are"
-        )
+        text = f"architecture {show(name)} cannot be converted for llama.cpp, expected one of {', '.join(gguf_forms())}"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
     settings, factors = settings_of(config, form)
@@ -110,14 +98,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         file = catalog.weight_files[0]
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
-    vocabulary = vocabulary_of(files, rows)
-    if not form.adds_space and files.model is not None:
-        vocabulary.add_space_prefix = False
+    tokens = tokenizer_keys(files, config, form, rows)
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
-    shapes.update((name, array.shape) for name, array in factors.items())
-    ends = {}
-    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
-        ends["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     metadata = {
         ARCHITECTURE: form.architecture,
         "general.type": "model",
@@ -125,16 +108,13 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **settings,
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
-        **dict(vocabulary.keys()),
-        **dict(SpecialTokens(files, config, vocabulary).keys()),
-        **ends,
+        **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     check_tensors(shapes, settings, rows, catalog.title, form)
     kept = [name for name in recipes if is_kept_f32(name)]
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
 
 
@@ -190,10 +170,9 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     architecture = str(metadata[ARCHITECTURE])
     known = gguf_architectures()
     if architecture not in known:
-        raise UnsupportedError(
-            f"{catalog.title}: architecture {show(architecture)} cannot become a folder for transformers, expected "
-            f"one of {', '.join(sorted(known))}; raw=True writes the tensors as they are"
-        )
+        text = f"architecture {show(architecture)} cannot become a folder for transformers, expected one of "
+        text += ", ".join(sorted(known))
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
     config = _own_config(catalog, architecture)
@@ -223,9 +202,8 @@ def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
     listed = config.get("architectures")
     name = listed[0] if isinstance(listed, list) and listed else _class_of(config.get("model_type"))
     if not isinstance(name, str) or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
-        raise FormatError(
-            f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}", catalog.title
-        )
+        text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
+        raise FormatError(text, catalog.title)
     return {**without_quantization(config), "architectures": [name]}
 
 
@@ -286,8 +264,7 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
         rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
         if rows % parts or shape[0] > MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold gate and up of experts", tensor=name)
-        view = _view_of_part(layout, rows // parts)
-        moves = tuple(Move(name, view(item), TensorView(item)) for item in range(shape[0]))
+        moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
         columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
         return TensorRecipe((shape[0], rows // parts, *columns), moves)
     heads = config.size(*layout.heads) if layout.heads else 0
@@ -347,19 +324,19 @@ def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout
     if other is not None:
         text = f"is missing or differs in shape from {show(first)}"
         raise error_about(FormatError, text, path=catalog.title, tensor=other)
-    views = {name: _view_of_part(part, shape[1]) for name, part in parts.items()}
-    moves = tuple(Move(name, TensorView(k), view(k)) for k in range(shape[0]) for name, view in views.items())
+    items = product(range(shape[0]), parts.items())
+    moves = tuple(Move(name, TensorView(k), _part(part, shape[1], k)) for k, (name, part) in items)
     rows = shape[1] * len(parts)
     return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
 
 
-def _view_of_part(layout: GgufLayout, rows: int) -> Callable[[int], TensorView]:
+def _part(layout: GgufLayout, rows: int, expert: int) -> TensorView:
     """Return which part of a published expert llama.cpp stores as a matrix of so many rows."""
     if layout.part is None:
-        return lambda item: TensorView(item, transposed=layout.transposed)
+        return TensorView(expert, transposed=layout.transposed)
     part, parts = layout.part
     chosen = slice(part, None, parts) if layout.interleaved else slice(part * rows, (part + 1) * rows)
-    return lambda item: TensorView(item, chosen, layout.transposed)
+    return TensorView(expert, chosen, layout.transposed)
 
 
 def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
@@ -388,12 +365,10 @@ def check_tensors(
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
-        required_shape = expected[name].shape
-        if required_shape is None:
-            continue
-        pairs = zip(shape, required_shape, strict=False)
-        if len(shape) != len(required_shape) or any(size not in (None, own) for own, size in pairs):
-            text = f"has the shape {list(shape)}, but the sizes of the model need {list(required_shape)}"
+        sizes = expected[name].shape
+        needed = shape if sizes is None else sizes
+        if len(shape) != len(needed) or any(b not in (None, a) for a, b in zip(shape, needed, strict=True)):
+            text = f"has the shape {list(shape)}, but the sizes of the model need {list(needed)}"
             raise error_about(FormatError, text, path=title, tensor=name)
 
 
@@ -417,11 +392,9 @@ def recognized(catalog: Catalog) -> tuple[str, str] | None:
     prefix = prefix_of(names)
     for architecture, model in diffusion_models().items():
         if model.diffusers is not None and prefix + model.diffusers in names:
-            raise UnsupportedError(
-                f"{catalog.title}: tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} "
-                "from GGUF only in the layout of the original checkpoint: convert that one, or pass raw=True to write "
-                "the tensors as they are"
-            )
+            text = f"tensor {show(model.diffusers)} is from Diffusers, but ComfyUI loads {architecture} from GGUF only "
+            text += "in the layout of the original checkpoint: convert that one, or pass raw=True to write the tensors "
+            raise UnsupportedError(f"{catalog.title}: {text}as they are")
         if has_marks(names, model, prefix):
             return architecture, prefix
     return None
@@ -436,13 +409,8 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     catalog.refuse_codes(names, "convert for ComfyUI")
     rest = [name for name in catalog if name not in names]
     if rest:
-        warning(
-            "%s: only the diffusion model (%s) is converted, without %s, such as %s",
-            catalog.title,
-            architecture,
-            plural(len(rest), "other tensor"),
-            show(rest[0]),
-        )
+        left_out = f"{plural(len(rest), 'other tensor')}, such as {show(rest[0])}"
+        warning("%s: only the diffusion model (%s) is converted, without %s", catalog.title, architecture, left_out)
     recipes: dict[str, TensorRecipe] = {}
     metadata = {
         ARCHITECTURE: architecture,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,23 +28,7 @@ _MAX_F32 = float(np.finfo(np.float32).max)
 MAX_FACTORS = 1 << 16
 
 # Rope parameters that older configs have outside of them, under these names.
-_OUTSIDE_ROPE = {
-    "rope_theta": ("rope_theta", "rope_global_theta"),
-    "partial_rotary_factor": ("partial_rotary_factor",),
-}
-# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
-_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS: dict[str, set[str]] = {
-    "default": {"factor", _ORIGINAL},
-    "linear": {"factor"},
-    "yarn": {
-        *("factor", _ORIGINAL, "extrapolation_factor", "attention_factor", "attn_factor"),
-        *("beta_fast", "beta_slow", "truncate"),
-    },
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
-    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
-}
+_OUTSIDE_ROPE = {"rope_theta": ("rope_theta", "rope_global_theta"), "partial_rotary_factor": ("partial_rotary_factor",)}
 # Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
 _YARN: dict[str, Sequence[str]] = {
     "yarn_ext_factor": ("extrapolation_factor",),
@@ -51,10 +36,20 @@ _YARN: dict[str, Sequence[str]] = {
     "yarn_beta_fast": ("beta_fast",),
     "yarn_beta_slow": ("beta_slow",),
 }
+# Keys of rope parameters by type, besides those of `_ANY_ROPE`.
+_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"factor", _ORIGINAL},
+    "linear": {"factor"},
+    "yarn": {"factor", _ORIGINAL, "truncate", *chain.from_iterable(_YARN.values())},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
+    "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
+}
 _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: _CONTEXTS[0]}
 _TOKENS = ("bos", "eos", "padding")
 
 
@@ -93,7 +88,7 @@ class ModelConfig:
 
     def positive(self, value: Any, name: str) -> int:
         """Check a size."""
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+        if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise self.fault(f"{name} must be a positive integer, got {show(value)}")
         return value
 
@@ -110,18 +105,17 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     _check(config, form)
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
-        value = config.find(key.config)
+        value = key.default if (stated := config.find(key.config)) is None else stated
+        if not key.config or (value is None and key.optional):
+            continue
         if value is None:
-            value = key.default
-        if value is None:
-            if key.config and not key.optional:
-                raise config.fault(f"{key.config[0]} is missing")
-        elif key.config and key.types[0] != U32:
+            raise config.fault(f"{key.config[0]} is missing")
+        if key.types[0] != U32:
             metadata[f"{form.architecture}.{name}"] = gguf.F32(config.number(value, key.config[0]))
-        elif key.config:
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_SIZE:
-                raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
-            metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
+            continue
+        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+            raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+        metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
     experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
@@ -143,9 +137,8 @@ def _check(config: ModelConfig, form: GgufForm) -> None:
             continue
         if (tuple(value) if isinstance(value, list) else value) not in allowed:
             expected = " or ".join(show([] if item == () else item) for item in allowed)
-            raise config.unsupported(
-                f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
-            )
+            text = f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
+            raise config.unsupported(text)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None:
@@ -168,26 +161,22 @@ def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
 
 def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
-    values_, layers, every = config.values, config.size("block_count"), form.full_every
-    kinds = values_.get("layer_types")
+    values, layers, every = config.values, config.size("block_count"), form.full_every
+    kinds = values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
         if kinds is not None and kinds != _kinds_of_layers(layers, every):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
-        if values_.get("sliding_window_pattern") not in (None, every):
+        if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
         return
-    window = values_.get("sliding_window")
-    slides = kinds is not None and any(kind != "full_attention" for kind in kinds)
-    if kinds is None:
-        slides = window is not None and values_.get("use_sliding_window") is not False
+    window = values.get("sliding_window")
+    usual = window is not None and values.get("use_sliding_window") is not False
+    slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
     if slides and form.ignores_windows:
-        warning(
-            "%s has no sliding windows in llama.cpp: texts longer than %s tokens give other results than transformers",
-            form.architecture,
-            show(window),
-        )
+        effect = f"texts longer than {show(window)} tokens give other results than transformers"
+        warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
     elif slides:
         raise config.unsupported(f"sliding_window is {show(window)}")
 
@@ -207,13 +196,12 @@ class _Rope:
         if content is None:
             content = older
         elif older is not None:
-            pairs = ((key, content.get("rope_type" if key == "type" else key), value) for key, value in older.items())
-            other = next((key for key, value, before in pairs if value != before), None)
-            if other is not None:
-                raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(other)}")
+            for key, value in older.items():
+                if content.get("rope_type" if key == "type" else key) != value:
+                    raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(key)}")
         parameters = dict(content or {})
-        local = config.find(("rope_local_base_freq", "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
-        sliding, name = local, "rope_local_base_freq"
+        name = "rope_local_base_freq"
+        sliding = config.find((name, "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
         if "full_attention" in parameters or "sliding_attention" in parameters:
             full, windowed = (parameters.pop(key, None) for key in ("full_attention", "sliding_attention"))
             if parameters or not all(part is None or isinstance(part, Mapping) for part in (full, windowed)):
@@ -233,20 +221,18 @@ class _Rope:
         kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise config.unsupported(f"llama.cpp has no rope type {show(kind)} for this model")
-        for key, value in parameters.items():
-            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE and value is not None:
-                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
         self.kind = kind  # "default", "linear", ...
-        self.full = parameters  # of layers with full attention
+        self.full = {key: value for key, value in parameters.items() if value is not None}  # of full attention
+        for key in self.full:
+            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE:
+                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
 
     def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
         if rope.dimensions == "head":
             yield "dimension_count", gguf.U32(self.config.head_dim)
-        base = self.full.get("rope_theta")
-        if base is None and rope.base != USUAL_BASE:
-            base = rope.base
+        base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
@@ -257,10 +243,9 @@ class _Rope:
         if self.kind == "yarn":
             yield "scaling.original_context_length", gguf.U32(self._original())
             for key, names in _YARN.items():
-                name = next((name for name in names if self.full.get(name) is not None), None)
+                name = next(filter(self.full.__contains__, names), None)
                 if name is not None:
                     yield f"scaling.{key}", gguf.F32(self._number(name))
-        partial = self.full.get("partial_rotary_factor")
         if rope.dimensions == "partial":
             yield "dimension_count", gguf.U32(self._rotated())
             original = self._original()
@@ -269,7 +254,7 @@ class _Rope:
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
                 yield "scaling.attn_factor", gguf.F32(factor)
-        elif partial not in (None, 1, 1.0):
+        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1:
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
@@ -289,23 +274,19 @@ class _Rope:
 
     def _rotated(self) -> int:
         """Return the elements of a head that are rotated."""
-        partial = self.full.get("partial_rotary_factor")
-        share = 1.0 if partial is None else self.config.number(partial, "partial_rotary_factor")
+        share = self._number("partial_rotary_factor", 1.0)
         if not 0 < share <= 1:
             raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self.full.get(key)
-        if value is None:
-            value = default
+        value = self.full.get(key, default)
         if value is None:
             raise self.config.fault(f"rope parameter {key} is missing")
         return self.config.number(value, key)
 
     def _original(self) -> int:
-        value = self.full.get(_ORIGINAL)
-        return self.config.positive(self.config.values.get(_ORIGINAL) if value is None else value, _ORIGINAL)
+        return self.config.positive(self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL)), _ORIGINAL)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
@@ -320,9 +301,8 @@ class _Rope:
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
         original = self._number(_ORIGINAL, 8192)
         if not (0 < low < high and factor > 0 and original > 0):
-            raise self.config.fault(
-                "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
-            )
+            text = "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
+            raise self.config.fault(text)
         unit = np.float32(1)
         with np.errstate(all="ignore"):  # of values that are not chosen
             lengths = np.float32(2 * math.pi) / frequencies
@@ -433,13 +413,11 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
             rope.update((name, value) for name, value in settings if value is not None)
             rope["truncate"] = True
     elif kind not in ("none", "longrope"):
-        raise UnsupportedError(
-            f"{catalog.title}: rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
-        )
+        text = f"rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
+        raise UnsupportedError(f"{catalog.title}: {text}")
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
-        rope["original_max_position_embeddings"] = _CONTEXTS[0]
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
@@ -480,6 +458,5 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
             for name, expected in tensors.items()
         ):
             return
-    raise UnsupportedError(
-        f"{catalog.title}: the factors of rotations need unknown settings; raw=True keeps the tensors"
-    )
+    text = "the factors of rotations need unknown settings; raw=True keeps the tensors"
+    raise UnsupportedError(f"{catalog.title}: {text}")

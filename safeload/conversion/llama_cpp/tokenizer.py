@@ -7,7 +7,7 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
-3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `SpecialTokens`.
+3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
 
 llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
 is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
@@ -15,14 +15,12 @@ is chosen by the token ids of a test text, which tell published vocabularies apa
 ``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
 2026-11) and src/llama-vocab.cpp (expressions).
 
-A ``tokenizer.model`` is a message of protocol buffers, ``ModelProto`` of sentencepiece_model.proto:
+A ``tokenizer.model`` is protocol buffers (see `safeload.formats.onnx`), a ``ModelProto`` of sentencepiece_model.proto:
 
-1. A message is a list of fields: a varint key (field number * 8 + wire type), then a varint (wire type 0), 8 bytes (1),
-   a varint length with as many bytes (2), or 4 bytes (5).
-2. Field 1 of the model, repeated: a piece. In it: 1 the text in UTF-8, 2 the score as f32, 3 the type: 1 normal (the
+1. Field 1 of the model, repeated: a piece. In it: 1 the text in UTF-8, 2 the score as f32, 3 the type: 1 normal (the
    default), 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte.
-3. Field 2 of the model: the trainer's settings. In it, 3 is the type of the model: 1 unigram (the default), 2 BPE.
-4. Field 3 of the model: the normalizer's settings. In it: 2 a map of characters, empty for none; 3 add_dummy_prefix and
+2. Field 2 of the model: the trainer's settings. In it, 3 is the type of the model: 1 unigram (the default), 2 BPE.
+3. Field 3 of the model: the normalizer's settings. In it: 2 a map of characters, empty for none; 3 add_dummy_prefix and
    4 remove_extra_whitespaces, both true by default.
 """
 
@@ -32,9 +30,10 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +46,8 @@ from ...core.store import read_at
 from ...core.text import encode, plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
+from ...formats.onnx import BYTES, FOUR, SIZES, VARINT, varint
+from ...models.family import GgufForm
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
@@ -75,8 +76,6 @@ MAX_BYTES = 256 << 20
 # the square of its length.
 MAX_MERGED = 1024
 _F32 = struct.Struct("<f")
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
-_LONGEST_VARINT = 10
 
 
 class AddedToken(NamedTuple):
@@ -120,10 +119,8 @@ class TokenizerFiles:
             return None
         try:
             store = place.files.open(place.path)
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            if place.files.remote:
+        except (FileNotFoundError, PermissionError) as error:
+            if place.files.remote or isinstance(error, FileNotFoundError):
                 return None
             raise
         with closing(store):
@@ -142,9 +139,8 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        tokens = []
-        for text, number in (self._read(ADDED) or {}).items():
-            tokens.append(self._added(ADDED, number, {"content": text}))
+        listed = (self._read(ADDED) or {}).items()
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in listed]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
@@ -155,7 +151,7 @@ class TokenizerFiles:
 
     def _added(self, name: str, number: Any, item: Any) -> AddedToken:
         text = item.get("content") if isinstance(item, dict) else None
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or not isinstance(text, str):
+        if type(number) is not int or number < 0 or not isinstance(text, str):
             raise self.fault(name, f"invalid added token {show(item)}")
         return AddedToken(number, text, item.get("special") is True, item.get("normalized") is not False)
 
@@ -210,26 +206,41 @@ class Vocabulary:
             yield "tokenizer.ggml.add_space_prefix", self.add_space_prefix
 
 
+def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
+    """Return the metadata of a tokenizer, for an embedding with so many rows."""
+    vocabulary = vocabulary_of(files, rows)
+    if not form.adds_space and files.model is not None:
+        vocabulary.add_space_prefix = False
+    keys = {**dict(vocabulary.keys()), **dict(special_keys(files, config, vocabulary.texts))}
+    if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
+        keys["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+    return keys
+
+
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     """Return the vocabulary of a model."""
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
         raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
-    model = files.json.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or kind != "BPE":
-        raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
+    model = _object(files.json, "model")
+    if model.get("type") != "BPE":
+        raise files.unsupported(f"{JSON} has a model of type {show(model.get('type'))}, expected 'BPE'")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key) not in (None, "", 0):
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
-    decoder = files.json.get("decoder")
-    decodes = decoder.get("type") if isinstance(decoder, dict) else None
+    decodes = _object(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
         return _from_merges(files, model, rows)
     if decodes != "ByteLevel":
         raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
     return _byte_level(files, model, rows)
+
+
+def _object(holder: Any, key: str) -> Mapping[str, Any]:
+    """Return the object at a key of an object, or an empty one."""
+    value = holder.get(key) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
 
 
 # ---- SentencePiece ----
@@ -238,7 +249,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
 def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.model``."""
     if model.kind != BPE:
-        algorithm = {UNIGRAM: "unigram"}.get(model.kind, str(model.kind))
+        algorithm = "unigram" if model.kind == UNIGRAM else model.kind
         raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
     if model.maps or model.trims:
         setting = "replaces characters" if model.maps else "removes spaces"
@@ -254,9 +265,14 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
     vocab, merges = _vocab(files, model), list(_pairs(files, model))
     scored = Vocabulary("llama", rows)
     ranks: dict[str, int] = {}
+    last = ""
     for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
-    _check_scores(files, vocab, merges, ranks)
+        text = left + right
+        if text in ranks and text != last:
+            raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
+        ranks.setdefault(text, rank)
+        last = text
+    _check_scores(files, vocab, {*merges}, ranks)
     unknown = model.get("unk_token")
     for text, number in vocab.items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
@@ -272,33 +288,21 @@ def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | 
     for token in files.added_elsewhere:
         scored.add(token)
     for token in files.added_in_json:  # llama.cpp's converter reads these for some models only
-        beyond = token.id >= len(scored.texts)
-        if beyond or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
+        outside = token.id >= len(scored.texts)
+        if outside or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
             scored.add(token)
     if scored.beyond:
-        warning(
-            "%s: %s beyond the %d rows of the embedding left out",
-            files.folder.shown,
-            plural(scored.beyond, "token"),
-            len(scored.texts),
-        )
+        beyond, rows = plural(scored.beyond, "token"), len(scored.texts)
+        warning("%s: %s beyond the %d rows of the embedding left out", files.folder.shown, beyond, rows)
     stated = (files.config or {}).get("add_prefix_space")
     scored.add_space_prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
     return scored
 
 
 def _check_scores(
-    files: TokenizerFiles, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], ranks: Mapping[str, int]
+    files: TokenizerFiles, vocab: Mapping[str, int], pairs: Set[tuple[str, str]], ranks: Mapping[str, int]
 ) -> None:
     """Refuse merges that scores cannot express."""
-    pairs, last, seen = set(merges), "", set()
-    for left, right in merges:
-        text = left + right
-        if text != last:
-            if text in seen:
-                raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
-            seen.add(text)
-            last = text
     for text in ranks:
         if text not in vocab:
             raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
@@ -308,10 +312,8 @@ def _check_scores(
             left, right = text[:cut], text[cut:]
             reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in (left, right))
             if reachable and (left, right) not in pairs:
-                raise files.unsupported(
-                    f"{JSON}: {show(left)} and {show(right)} form a token without a merge, so scores cannot express "
-                    f"its merges; add {MODEL}"
-                )
+                text = f"{JSON}: {show(left)} and {show(right)} form a token without a merge"
+                raise files.unsupported(f"{text}, so scores cannot express its merges; add {MODEL}")
 
 
 def _space_prefix(files: TokenizerFiles) -> bool:
@@ -321,7 +323,7 @@ def _space_prefix(files: TokenizerFiles) -> bool:
     for step in _steps(files.json.get("normalizer"), "normalizers"):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
-        elif step.get("type") == "Replace" and step.get("content") == SPACE and _literal(step) == " ":
+        elif step.get("type") == "Replace" and step.get("content") == SPACE and _is_at_spaces(step):
             replaces = True
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
@@ -331,18 +333,16 @@ def _space_prefix(files: TokenizerFiles) -> bool:
             if step.get("split", True) is True:
                 raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
             prefix, replaces = prefix or scheme != "never", True
-        elif not (step.get("type") == "Split" and _literal(step) == " " and replaces):  # finds no space any more
-            raise files.unsupported(
-                f"{JSON} has a pre-tokenizer {show(step.get('type'))}, which llama.cpp does not have"
-            )
+        elif not (step.get("type") == "Split" and _is_at_spaces(step) and replaces):  # finds no space any more
+            kind = show(step.get("type"))
+            raise files.unsupported(f"{JSON} has a pre-tokenizer {kind}, which llama.cpp does not have")
     if not replaces:
         raise files.unsupported(f"{JSON} does not write spaces as {SPACE}")
     return prefix
 
 
-def _literal(step: Mapping[str, Any]) -> Any:
-    pattern = step.get("pattern")
-    return pattern.get("String") if isinstance(pattern, dict) else None
+def _is_at_spaces(step: Mapping[str, Any]) -> bool:
+    return _object(step, "pattern").get("String") == " "
 
 
 def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
@@ -350,7 +350,7 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
     if step is None:
         return
     nested = step.get(inner) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
-    for item in nested if isinstance(nested, list) else [{}]:
+    for item in nested if isinstance(nested, (list, tuple)) else [{}]:
         yield item if isinstance(item, dict) else {}
 
 
@@ -401,7 +401,7 @@ def _vocab(files: TokenizerFiles, model: Mapping[str, Any]) -> dict[str, int]:
     if not isinstance(vocab, dict) or not vocab:
         raise files.fault(JSON, "model.vocab must be an object")
     for text, number in vocab.items():
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_PIECES:
+        if type(number) is not int or not 0 <= number < MAX_PIECES:
             raise files.fault(JSON, f"token {show(text)} has the id {show(number)}")
     if len(set(vocab.values())) < len(vocab):
         raise files.fault(JSON, "two tokens of model.vocab have the same id")
@@ -436,14 +436,11 @@ def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | N
 
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
     """Return what decides about words in each step; None for an unknown step."""
-    steps = [pre_tokenizer]
-    if isinstance(pre_tokenizer, Mapping) and pre_tokenizer.get("type") == "Sequence":
-        steps = pre_tokenizer.get("pretokenizers") or [None]
-    return [_cut(step) for step in steps[:_MOST_STEPS]] if isinstance(steps, (list, tuple)) else [None]
+    return [_cut(step) for step in islice(_steps(pre_tokenizer, "pretokenizers"), _MOST_STEPS)]
 
 
-def _cut(step: Any) -> tuple[Any, ...] | None:
-    kind = step.get("type") if isinstance(step, Mapping) else None
+def _cut(step: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    kind = step.get("type")
     if kind == "ByteLevel" and step.get("add_prefix_space") is False:
         return kind, step.get("use_regex", True) is not False
     if kind == "Digits" and step.get("individual_digits") is True:
@@ -519,35 +516,29 @@ def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
     """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
+
+    def take(at: int) -> tuple[int, int]:
+        value, end = varint(content, at)
+        if not end:
+            raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
+        return value, end
+
     at = 0
     while at < len(content):
-        begin = at
-        key, at = _varint(content, at, path, base)
+        begin, number = at, 0
+        key, at = take(begin)
         kind = key & 7
-        if kind not in (_VARINT, _BYTES, _EIGHT, _FOUR):
+        if kind not in SIZES:
             raise FormatError(f"wire type {kind} is unknown: not a model of SentencePiece", path, base + begin)
-        number, size = 0, {_EIGHT: 8, _FOUR: 4}.get(kind, 0)
-        if kind in (_VARINT, _BYTES):
-            number, at = _varint(content, at, path, base)
-            size = number if kind == _BYTES else 0
+        if kind in (VARINT, BYTES):
+            number, at = take(at)
+        size = number if kind == BYTES else SIZES[kind]
         if size > len(content) - at:
-            field = f"a field of {size} bytes" if kind == _BYTES else "a field"
+            field = f"a field of {size} bytes" if kind == BYTES else "a field"
             raise FormatError(f"{field} exceeds the message", path, base + begin)
         data = content[at : at + size]
         at += size
-        yield key >> 3, data if kind == _BYTES else _F32.unpack(data)[0] if kind == _FOUR else number, base + begin
-
-
-def _varint(content: bytes, at: int, path: str, base: int) -> tuple[int, int]:
-    value = 0
-    for k in range(_LONGEST_VARINT):
-        if at + k >= len(content):
-            break
-        byte = content[at + k]
-        value |= (byte & 0x7F) << (7 * k)
-        if byte < 0x80:
-            return value, at + k + 1
-    raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
+        yield key >> 3, data if kind == BYTES else _F32.unpack(data)[0] if kind == FOUR else number, base + begin
 
 
 # Fields of the trainer's settings: ids of special tokens, and whether bytes stand for unknown characters.
@@ -561,7 +552,7 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
     result = bytearray()
     for piece in pieces:
         text = encode(piece.text, "token")
-        content = _field(1, text) + bytes([2 << 3 | _FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
+        content = _field(1, text) + bytes([2 << 3 | FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
         result += _field(1, content)
     settings = _number(3, BPE) + _number(4, len(pieces))
     settings += _number(_BYTE_FALLBACK, int(any(piece.type == BYTE for piece in pieces)))
@@ -582,11 +573,11 @@ def _encoded(number: int) -> bytes:
 
 
 def _number(field: int, value: int) -> bytes:
-    return _encoded(field << 3 | _VARINT) + _encoded(value)
+    return _encoded(field << 3 | VARINT) + _encoded(value)
 
 
 def _field(field: int, content: bytes) -> bytes:
-    return _encoded(field << 3 | _BYTES) + _encoded(len(content)) + content
+    return _encoded(field << 3 | BYTES) + _encoded(len(content)) + content
 
 
 # ---- special tokens ----
@@ -602,132 +593,124 @@ _FLAGS = ("bos", "eos", "sep")
 _MOST_PROCESSORS = 16
 
 
-class SpecialTokens:
-    """The ids and flags of special tokens."""
+def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the metadata keys of special tokens among ``texts``: ids, flags and chat templates."""
+    tokens, adds, types = dict(files.config or {}), dict[str, bool](), [*USUAL]
+    if files.json is not None:
+        _read_processor(files, tokens, adds, types)
+    ids: dict[str, int] = {}
 
-    def __init__(self, files: TokenizerFiles, config: ModelConfig, vocabulary: Vocabulary) -> None:
-        self._files = files
-        self._size = len(vocabulary.texts)
-        self._ids: dict[str, int] = {}
-        self._adds: dict[str, bool] = {}
-        self._types = list(USUAL)
-        self._config = dict(files.config or {})
-        if files.json is not None:
-            self._read_processor(files.json.get("post_processor"))
-        if files.config is not None:
-            numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
-            for kind in self._types:
-                flag = self._config.get(f"add_{kind}_token")
-                if isinstance(flag, bool):
-                    self._adds.setdefault(kind, flag)
-                self._set(kind, numbers.get(_text(self._config.get(f"{kind}_token"))))
-        for kind in self._types:
-            self._set(kind, config.values.get(f"{kind}_token_id"))
-        if files.json is None:
-            numbers = {text: number for number, text in enumerate(vocabulary.texts)}
-            for kind in USUAL:
-                number = numbers.get(_text(self._config.get(f"{kind}_token")))
-                if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
-                    self._set(kind, number)
+    def put(kind: str, number: Any) -> None:
+        if type(number) is int and kind not in ids and 0 <= number < len(texts):
+            ids[kind] = number
 
-    def keys(self) -> Iterator[tuple[str, Any]]:
-        """Yield the metadata keys."""
-        for kind, number in self._ids.items():
-            yield f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)
-        for kind, flag in self._adds.items():
-            if kind in _FLAGS:
-                yield f"tokenizer.ggml.add_{kind}_token", flag
-        yield from self._templates()
+    numbers: dict[str | None, int] = {token.text: token.id for token in reversed(files.added_in_json)}
+    for kind in types:
+        flag = tokens.get(f"add_{kind}_token")
+        if isinstance(flag, bool):
+            adds.setdefault(kind, flag)
+        put(kind, numbers.get(_text(tokens.get(f"{kind}_token"))))
+    for kind in types:
+        put(kind, config.values.get(f"{kind}_token_id"))
+    if files.json is None:
+        numbers = {text: number for number, text in enumerate(texts)}
+        for kind in USUAL:
+            number = numbers.get(_text(tokens.get(f"{kind}_token")))
+            if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+                put(kind, number)
+    yield from ((f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
+    yield from ((f"tokenizer.ggml.add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
+    yield from _templates(files)
 
-    def _set(self, kind: str, number: Any) -> None:
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if whole and kind not in self._ids and 0 <= number < self._size:
-            self._ids[kind] = number
 
-    def _read_processor(self, processor: Any) -> None:
-        """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
-        tokens = self._config
-        for kind, other in (("bos", "cls"), ("eos", "sep")):
-            if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
-                tokens[f"{kind}_token"] = tokens[f"{other}_token"]
-        if processor is None:
-            return
-        if not isinstance(processor, dict):
-            raise self._files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
-        inner = processor.get("processors", [processor])
-        for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
-            name = step.get("type") if isinstance(step, dict) else None
-            if name == "ByteLevel":
-                self._adds.setdefault("bos", False)
-                self._adds.setdefault("eos", False)
-            elif name == "TemplateProcessing":
-                assert isinstance(step, dict)
-                self._read_template(_pieces(step.get("single")), _pieces(step.get("pair")))
-            else:
-                raise self._files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
+def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]) -> None:
+    """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
+    assert files.json is not None
+    for kind, other in (("bos", "cls"), ("eos", "sep")):
+        if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
+            tokens[f"{kind}_token"] = tokens[f"{other}_token"]
+    processor = files.json.get("post_processor")
+    if processor is None:
+        return
+    if not isinstance(processor, dict):
+        raise files.fault(JSON, f"post_processor must be an object, got {show(processor)}")
+    inner = processor.get("processors", [processor])
+    for step in inner[:_MOST_PROCESSORS] if isinstance(inner, list) else [None]:
+        name = step.get("type") if isinstance(step, dict) else None
+        if name == "ByteLevel":
+            adds.setdefault("bos", False)
+            adds.setdefault("eos", False)
+        elif isinstance(step, dict) and name == "TemplateProcessing":
+            single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
+            _read_template(single, pair, tokens, adds, None if files.config is None else types)
+        else:
+            raise files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
 
-    def _read_template(self, single: list[tuple[str, str]], pair: list[tuple[str, str]]) -> None:
-        """Read the tokens before and after a text, and between two texts."""
-        tokens = self._config
-        known = self._files.config is not None
-        bos, eos, first, last = _text(tokens.get("bos_token")), _text(tokens.get("eos_token")), None, None
-        cls, sep = _text(tokens.get("cls_token")), _text(tokens.get("sep_token"))
-        if len(single) > 1 and single[0][0] == "SpecialToken":
-            first = single[0][1]
-            if not known:
-                bos = first
-            elif first not in (bos, cls):
-                bos, cls = bos or first, cls or first
-                tokens["bos_token"], tokens["cls_token"] = bos, cls
-            self._adds["bos"] = first in (bos, cls)
-        if len(single) > 1 and single[-1][0] == "SpecialToken":
-            last = single[-1][1]
-            if known and last != eos:
-                for kind in [kind for kind in ("eot", "eom") if kind not in self._types][:1]:
-                    self._types.append(kind)
-                    tokens[f"{kind}_token"] = eos
-                tokens["eos_token"] = last
-            eos = last
-            self._adds["eos"] = True
-        begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
-        end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
-        inner = pair[begin:end]
-        if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
-            return
-        middle = inner[1:-1]
-        separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
-        add = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
-        self._adds["sep"] = add
-        if add and not tokens.get("sep_token") and known:
-            tokens["sep_token"] = eos
 
-    def _templates(self) -> Iterator[tuple[str, Any]]:
-        """Yield the chat template, or several by name."""
-        content = self._files.content(TEMPLATE)
-        template: Any = None
-        if content is not None:
-            try:
-                template = content.decode()
-            except UnicodeDecodeError as error:
-                raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", self._files.folder.shown) from None
-        elif (old := self._files.content(OLD_TEMPLATE)) is not None:
-            template = parse_json(old, OLD_TEMPLATE, self._files.folder.shown).get("chat_template")
-        template = self._config.get("chat_template", template)
-        if isinstance(template, str):
-            yield "tokenizer.chat_template", template
-        elif isinstance(template, list):
-            named = {}
-            for item in template:
-                name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
-                if not isinstance(name, str) or not isinstance(text, str):
-                    raise self._files.fault(CONFIG, f"invalid chat_template {show(item)}")
-                named["".join(c if c.isascii() and (c.isalnum() or c in "_") else "" for c in name)] = text
-            if "default" in named:
-                yield "tokenizer.chat_template", named.pop("default")
-            if named:
-                yield "tokenizer.chat_templates", list(named)
-            for name, text in named.items():
-                yield f"tokenizer.chat_template.{name}", text
+def _read_template(
+    single: list[tuple[str, str]],
+    pair: list[tuple[str, str]],
+    tokens: dict[str, Any],
+    adds: dict[str, bool],
+    types: list[str] | None,  # None without a ``tokenizer_config.json``
+) -> None:
+    """Read the tokens before and after a text, and between two texts."""
+    bos, eos, cls, sep = (_text(tokens.get(f"{kind}_token")) for kind in ("bos", "eos", "cls", "sep"))
+    first = single[0][1] if len(single) > 1 and single[0][0] == "SpecialToken" else None
+    last = single[-1][1] if len(single) > 1 and single[-1][0] == "SpecialToken" else None
+    if first is not None:
+        if types is None:
+            bos = first
+        elif first not in (bos, cls):
+            bos, cls = bos or first, cls or first
+            tokens["bos_token"], tokens["cls_token"] = bos, cls
+        adds["bos"] = first in (bos, cls)
+    if last is not None:
+        if types is not None and last != eos:
+            for kind in [kind for kind in ("eot", "eom") if kind not in types][:1]:
+                types.append(kind)
+                tokens[f"{kind}_token"] = eos
+            tokens["eos_token"] = last
+        eos = last
+        adds["eos"] = True
+    begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
+    end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
+    inner = pair[begin:end]
+    if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
+        return
+    middle = inner[1:-1]
+    separates = [kind == "SpecialToken" and text in (sep, eos) for kind, text in middle[:2]]
+    adds["sep"] = (separates[0] and last is None) or (len(middle) == 2 and separates[1])
+    if adds["sep"] and not tokens.get("sep_token") and types is not None:
+        tokens["sep_token"] = eos
+
+
+def _templates(files: TokenizerFiles) -> Iterator[tuple[str, Any]]:
+    """Yield the chat template, or several by name."""
+    content = files.content(TEMPLATE)
+    template: Any = None
+    if content is not None:
+        try:
+            template = content.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{TEMPLATE} is not UTF-8: {error.reason}", files.folder.shown) from None
+    elif (old := files.content(OLD_TEMPLATE)) is not None:
+        template = parse_json(old, OLD_TEMPLATE, files.folder.shown).get("chat_template")
+    template = (files.config or {}).get("chat_template", template)
+    if isinstance(template, str):
+        yield "tokenizer.chat_template", template
+    elif isinstance(template, list):
+        named = {}
+        for item in template:
+            name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise files.fault(CONFIG, f"invalid chat_template {show(item)}")
+            named["".join(c for c in name if c.isascii() and (c.isalnum() or c == "_"))] = text
+        if "default" in named:
+            yield "tokenizer.chat_template", named.pop("default")
+        if named:
+            yield "tokenizer.chat_templates", list(named)
+        yield from ((f"tokenizer.chat_template.{name}", text) for name, text in named.items())
 
 
 def _text(entry: Any) -> str | None:
@@ -737,25 +720,18 @@ def _text(entry: Any) -> str | None:
 
 def _pieces(template: Any) -> list[tuple[str, str]]:
     """Return kind and id of the pieces of a template."""
-    pieces = []
-    for item in template if isinstance(template, list) else []:
-        for kind in ("SpecialToken", "Sequence"):
-            inner = item.get(kind) if isinstance(item, Mapping) else None
-            if isinstance(inner, Mapping) and isinstance(inner.get("id"), str):
-                pieces.append((kind, inner["id"]))
-    return pieces
+    items, kinds = template if isinstance(template, list) else [], ("SpecialToken", "Sequence")
+    pieces = ((kind, _object(item, kind).get("id")) for item in items for kind in kinds)
+    return [(kind, name) for kind, name in pieces if isinstance(name, str)]
 
 
 def skeleton(files: TokenizerFiles) -> dict[str, str]:
     """Return the settings that the way back needs and the metadata lacks: JSON by file of the tokenizer."""
     parts: dict[str, str] = {}
     if files.json is not None:
-        model = files.json.get("model")
-        model = model if isinstance(model, dict) else {}
-        vocab = model.get("vocab")
-        added = {token.text for token in files.added_in_json}
+        model, added = _object(files.json, "model"), {token.text for token in files.added_in_json}
         inner = {key: value for key, value in model.items() if key != "merges"}
-        inner["vocab"] = {text: k for text, k in vocab.items() if text in added} if isinstance(vocab, dict) else {}
+        inner["vocab"] = {text: k for text, k in _object(model, "vocab").items() if text in added}
         parts[JSON] = json.dumps({**files.json, "model": inner}, ensure_ascii=False)
     if files.config is not None:
         parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
@@ -819,6 +795,11 @@ class _Tokens:
             raise FormatError(f"key {_PREFIX}tokens must be an array of strings", self._title)
         self.texts: list[str] = texts
         self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
+        self.scores: list[float] = self._numbers("scores", 0.0, "f") if scored else []
+        bad = next((k for k, score in enumerate(self.scores) if not abs(score) < _MOST_SCORE), None)
+        if bad is not None:
+            text = f"key {_PREFIX}scores: score {bad} is {self.scores[bad]}, expected a finite f32"
+            raise FormatError(text, self._title)
         usual = USUAL_IDS.items() if scored else ()
         self.ids = {name: number for name, number in usual if number < len(texts)}
         for kind, word in TYPES.items():
@@ -836,13 +817,6 @@ class _Tokens:
         numbers: list[Any] = array.tolist()
         return numbers
 
-    def _scores(self) -> list[float]:
-        scores = self._numbers("scores", 0.0, "f")
-        bad = next((k for k, score in enumerate(scores) if not abs(score) < _MOST_SCORE), None)
-        if bad is not None:
-            raise FormatError(f"key {_PREFIX}scores: score {bad} is {scores[bad]}, expected a finite f32", self._title)
-        return scores
-
     def _flag(self, key: str, default: bool) -> bool:
         value = self._metadata.get(f"{_PREFIX}{key}", default)
         return value if isinstance(value, bool) else default
@@ -851,19 +825,21 @@ class _Tokens:
         """Return True for the filler of an id without a token."""
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
-    def _added(self) -> list[int]:
-        return [k for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED)]
+    def _added(self) -> list[dict[str, Any]]:
+        """Return the entries of added tokens."""
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added = ((k, kind == CONTROL) for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED))
+        return [{"id": k, "content": self.texts[k], **flags, "special": special} for k, special in added]
 
     def model(self) -> bytes:
         """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
-        scores, count = self._scores(), len(self.texts)
+        count = len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
         pieces = []
-        for text, score, kind in zip(self.texts[:count], scores, self.types, strict=False):
-            text = text.replace(" ", "\u2581") if kind == USER_DEFINED else text
-            kind = kind if NORMAL <= kind <= BYTE else NORMAL
-            pieces.append(VocabularyPiece(text, score, kind))
+        for text, score, kind in zip(self.texts[:count], self.scores, self.types, strict=False):
+            text = text.replace(" ", SPACE) if kind == USER_DEFINED else text
+            pieces.append(VocabularyPiece(text, score, kind if NORMAL <= kind <= BYTE else NORMAL))
         return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
 
     def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -871,19 +847,15 @@ class _Tokens:
         content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
         if content is None:
             return None
-        model = content.get("model")
-        model = model if isinstance(model, dict) else {}
-        listed = content.get("added_tokens")
+        model, listed = _object(content, "model"), content.get("added_tokens")
         items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
         added = {number for item in items if isinstance(number := item.get("id"), int)}
         vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
-        own = model.get("vocab")
-        if isinstance(own, dict):  # added tokens that the vocabulary has too
-            bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
-            if bad is not None:
-                raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
-            vocab.update(own)
-        vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        own = _object(model, "vocab")  # added tokens that the vocabulary has too
+        bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
+        if bad is not None:
+            raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
+        vocab = dict(sorted({**vocab, **own}.items(), key=lambda item: item[1]))
         if self.scored:
             pairs = self._scored_merges(vocab)
         else:
@@ -897,9 +869,8 @@ class _Tokens:
 
     def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that form tokens, those of the highest score first."""
-        scores = self._scores()
-        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and scores[k] < 0]
-        formed.sort(key=lambda text: -scores[vocab[text]])
+        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and self.scores[k] < 0]
+        formed.sort(key=lambda text: -self.scores[vocab[text]])
         merges = []
         for text in formed:
             if len(text) > MAX_MERGED:
@@ -919,7 +890,7 @@ class _Tokens:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [self._entry(k) for k in self._added()],
+            "added_tokens": self._added(),
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]},
             "post_processor": self._processor(byte_level),
@@ -930,11 +901,6 @@ class _Tokens:
                 "ignore_merges": row["ignore_merges"],
             },
         }  # fmt: skip
-
-    def _entry(self, number: int) -> dict[str, Any]:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        special = self.types[number] == CONTROL
-        return {"id": number, "content": self.texts[number], **flags, "special": special}
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
@@ -959,11 +925,7 @@ class _Tokens:
         config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
         config["clean_up_tokenization_spaces"] = False
         if self.scored:
-            config.update(
-                add_bos_token=self._flag("add_bos_token", True), add_eos_token=self._flag("add_eos_token", False)
-            )
+            config.update((key, self._flag(key, key == "add_bos_token")) for key in ("add_bos_token", "add_eos_token"))
             config["legacy"] = False
-            config["added_tokens_decoder"] = {
-                str(k): {key: value for key, value in self._entry(k).items() if key != "id"} for k in self._added()
-            }
+            config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in self._added()}
         return config
