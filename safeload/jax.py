@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
-from .core import safetensors
+from .core import resident, safetensors
 from .core.arrays import Array as NumpyArray
 from .core.arrays import as_array
-from .core.load import Backend, check_backend, parse_target
-from .core.memory import check_threads
+from .core.load import parse_target
+from .core.memory import Backend, check_backend, check_threads
 from .core.names import Patterns
 from .core.opening import Paths
 from .core.paths import PathLike
@@ -89,8 +89,8 @@ def load_file(
     parse_target(dtype)  # refuses other dtypes before anything is opened
     everything = names is None and dtype is None and threads is None and progress is None
     if everything and sharding is None and backend in ("mmap", "pread"):
-        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
-        if isinstance(opened, safetensors.Resident):
+        opened = resident.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(opened, resident.Resident):
             return jax_arrays.copied(opened.arrays)
         file = opened
     else:
@@ -128,7 +128,7 @@ def load(data: Any) -> dict[str, Array]:
 
     if isinstance(data, (str, os.PathLike)):
         raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-    return copied(safetensors.parse(data, copy=False)[0])
+    return copied(resident.parse(data, copy=False)[0])
 
 
 @public

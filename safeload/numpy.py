@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .core import safetensors
+from .core import resident
 from .core.arrays import Array
-from .core.load import Backend, check_backend, load_all, load_tensors
+from .core.memory import Backend, check_backend
 from .core.paths import PathLike
-from .core.progress import Progress
 from .core.runtime import SHARED, imported
 from .errors import public
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
+    from .core.progress import Progress
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -57,7 +58,9 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    return safetensors.writer(tensor_dict, metadata).to_bytes()
+    from .core.safetensors import writer  # only here: a program that loads small files needs none of it
+
+    return writer(tensor_dict, metadata).to_bytes()
 
 
 @public
@@ -92,7 +95,9 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].sum()
         np.float32(4.0)
     """
-    safetensors.writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
+    from .core.safetensors import writer
+
+    writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
 
 
 @public
@@ -116,12 +121,20 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    arrays, _ = safetensors.parse(data, copy=copy)
+    arrays, _ = resident.parse(data, copy=copy)
     if "_TYPES" in _NAMESPACE:  # a program may have changed the dict, which upstream's load honors
         from .compat import specs
 
         return specs.retyped(data, arrays, _NAMESPACE["_TYPES"])
     return arrays
+
+
+@cache  # a call takes a tenth of the time of an import statement
+def _loading() -> Any:
+    """Import what loads larger files."""
+    from .core import load
+
+    return load
 
 
 @public
@@ -174,17 +187,22 @@ def load_file(
     """
     check_backend(backend)
     if names is None and dtype is None and out is None and threads is None and progress is None:
-        opened = safetensors.load_or_open(filename, backend)
-        if isinstance(opened, safetensors.Resident):
+        opened = resident.load_or_open(filename, backend)
+        if isinstance(opened, resident.Resident):
             return opened.arrays
         try:
-            return load_all(opened, backend)
+            arrays: dict[str, Array] = _loading().load_all(opened, backend)
+            return arrays
         finally:
             opened.close()
+    from .core import safetensors
+
     file = safetensors.open_file(filename, brief=True)
     try:
         tensors = safetensors.chosen(file, names, dtype, "load_file")
-        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+        options = {"backend": backend, "dtype": dtype, "out": out, "threads": threads, "progress": progress}
+        arrays, _ = _loading().load_tensors(tensors, **options)
+        return arrays
     finally:
         file.close()
 

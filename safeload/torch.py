@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .core import dtypes, safetensors
+from .core import dtypes, resident, safetensors
 from .core.arrays import check_mapping
-from .core.load import Backend, check_backend, load_all, load_tensors, parse_target
+from .core.load import load_all, load_tensors, parse_target
+from .core.memory import Backend, check_backend
 from .core.names import Patterns
 from .core.opening import Paths
 from .core.paths import PathLike, native_path
@@ -131,8 +132,8 @@ def load_file(
     on_cpu = device is None or (isinstance(device, str) and device == "cpu")
     everything = names is None and dtype is None and threads is None and progress is None
     if on_cpu and everything and backend in ("mmap", "pread"):
-        opened = safetensors.load_or_open(filename, backend, _FOLDERS)
-        if isinstance(opened, safetensors.Resident):
+        opened = resident.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(opened, resident.Resident):
             return torch_arrays.from_table(*opened)
         try:
             return torch_arrays.from_table(opened.table, load_all(opened, backend))
@@ -290,7 +291,7 @@ def load(data: bytes) -> dict[str, Tensor]:
             f"load takes the content of a file, got {show(data)}; pass paths to safeload.torch.load_file or "
             "safeload.torch.load_checkpoint"
         )
-    arrays, table = safetensors.parse(data, copy=True)
+    arrays, table = resident.parse(data, copy=True)
     tensors: dict[str, Tensor]
     tensors = torch_arrays.from_arrays(arrays) if table is None else torch_arrays.from_table(table, arrays)
     return tensors

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..core import dtypes, safetensors
 from ..core.arrays import Array
-from ..core.load import VIEWED_FROM, Window, check_backend, load_tensors, parse_target
+from ..core.load import VIEWED_FROM, Window, load_tensors, parse_target
+from ..core.memory import check_backend
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
 from ..core.store import check_unchanged

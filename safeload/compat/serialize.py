@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from ..core import dtypes
 from ..core.arrays import check_mapping
 from ..core.paths import PathLike
-from ..core.safetensors import FileWriter, TensorToWrite, parse_table
+from ..core.resident import parse_table
+from ..core.safetensors import FileWriter, TensorToWrite
 from ..core.text import show
 from ..errors import SafetensorError, exported, public
 

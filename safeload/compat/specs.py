@@ -15,7 +15,8 @@ from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, byteswapped, foreign_order
 from ..core.atomic_file import written_as_is
 from ..core.native import address_of
-from ..core.safetensors import TensorToWrite, parse_table
+from ..core.resident import parse_table
+from ..core.safetensors import TensorToWrite
 from ..core.text import show
 from .serialize import TensorSpec
 

@@ -24,7 +24,7 @@ from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
 from ..core.files import Located, Location
 from ..core.forking import cached_property
-from ..core.load import Backend
+from ..core.memory import Backend
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import open_paths

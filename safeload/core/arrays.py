@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -166,6 +167,16 @@ def array_over(
     except ValueError as error:
         raise UnsupportedError(f"numpy {np.__version__} does not support shape {list(shape)}: {error}") from None
     return array
+
+
+def over(
+    buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
+) -> list[Array]:
+    """Return arrays in C order over parts of a buffer, at byte offsets ``places``."""
+    try:
+        return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
+    except ValueError:  # again, to find the array
+        return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
 
 
 def array_fits(shape: tuple[int, ...], itemsize: int) -> bool:

@@ -14,7 +14,8 @@ from .arrays import Array, TensorLike
 from .cast import astype
 from .files import LOCAL, Located, Location
 from .forking import cached_property
-from .load import Backend, DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
+from .load import DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
+from .memory import Backend
 from .names import Patterns, choose
 from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
 from .packing import CONFIG_KEY, KEY

@@ -6,21 +6,23 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
-from ..errors import SafeloadError, UnsupportedError, exported
+from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
-from .arrays import Array, ArraySpec, array_over, array_spec, check_mapping, foreign_order, not_an_array, refuse_masked
+from .arrays import Array, ArraySpec, array_over, check_mapping, foreign_order, not_an_array, over, refuse_masked
 from .jobs import Batch, Job, moving, read_small
 from .memory import (
     ALIGNMENT,
     HUGE_FROM,
     POOLED_BELOW,
+    Backend,
     aligned_bytes,
+    check_backend,
     check_disjoint,
     check_threads,
     private_array,
@@ -29,9 +31,9 @@ from .memory import (
 from .native import address_of, ffi, lib, pointer, short
 from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
-from .runtime import paused
+from .resident import views_of
 from .store import LocalStore, mapping_of
-from .table import Entry, Table
+from .table import Entry
 from .tensors import (
     CONVERT,
     EMPTY,
@@ -50,9 +52,6 @@ from .weight_file import WeightFile, is_remote
 if TYPE_CHECKING:
     from .names import Patterns
     from .quantized_tensor import QuantizedTensor
-
-Backend = Literal["mmap", "pread", "direct"]
-_BACKENDS: tuple[str, ...] = get_args(Backend)
 
 _F64 = dtypes.BY_CODE["F64"]
 # Target dtypes of loading, in the order of messages.
@@ -100,13 +99,6 @@ class LoadStats(NamedTuple):
     tensors: int
     seconds: float
     backend: str
-
-
-def check_backend(backend: object) -> None:
-    """Refuse unknown backends."""
-    if backend not in _BACKENDS:
-        expected = ", ".join(f'"{name}"' for name in _BACKENDS)
-        raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
@@ -616,16 +608,6 @@ def _step(source: int, target: int, least: int) -> tuple[int, int, int, int]:
     return (mask, 1, 1, 0) if source == target else (mask, row.block_bytes, row.block * dtype.itemsize, source + 1)
 
 
-def over(
-    buffer: Any, kinds: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]], places: Sequence[int]
-) -> list[Array]:
-    """Return arrays in C order over parts of a buffer, at byte offsets ``places``."""
-    try:
-        return list(map(np.ndarray, shapes, kinds, repeat(buffer), places))
-    except ValueError:  # again, to find the array
-        return [array_over(buffer, *place) for place in zip(kinds, shapes, places, strict=True)]
-
-
 # ---- non-contiguous, big-endian and overlapping tensors ----
 
 
@@ -703,54 +685,3 @@ def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
 def _swap(layout: ArraySpec) -> int:
     """Return the size of the numbers to byte-swap; 1 if there is nothing to swap."""
     return dtypes.TABLE[layout.source].swap if foreign_order(layout.big_endian) else 1
-
-
-# ---- files that are in memory ----
-
-
-def views_of(table: Table, buffer: Any) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
-
-    The arrays are writable if the buffer is.
-    """
-    if not table.plain:
-        arrays = {}
-        for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
-            spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
-            array = (
-                array_over(buffer, spec.dtype, spec.shape, begin) if begin < end else np.empty(spec.shape, spec.dtype)
-            )
-            arrays[name] = jobs.native_order(array)
-        return arrays
-    if table.count == 1:
-        number, shape, begin, _ = table.entry(0)
-        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
-    with paused(table.count):
-        views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
-        return dict(zip(table.names, views, strict=True))
-
-
-def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
-    if table.plain and content.nbytes < HUGE_FROM:
-        return views_of(table, memoryview(bytearray(content)))  # which nobody can resize
-    arrays = views_of(table, content)
-    with paused(table.count):
-        for name, array in arrays.items():
-            if array.base is not None:
-                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
-    return arrays
-
-
-def lone(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
-    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
-    dtype = dtypes.array_dtype(number)
-    if copy and content.nbytes >= HUGE_FROM:
-        return _large_copy(array_over(content, dtype, shape, begin))
-    return array_over(memoryview(bytearray(content)) if copy else content, dtype, shape, begin)
-
-
-def _large_copy(array: Array) -> Array:
-    copy = private_array(array.shape, array.dtype)
-    copy[...] = array
-    return copy

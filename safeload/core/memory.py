@@ -1,4 +1,4 @@
-"""What a load takes of a machine: memory for tensors, and threads."""
+"""What a load takes of a machine: memory for tensors, threads, and how it reads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
 from .._version import __version__
-from ..errors import UnsupportedError
+from ..errors import SafeloadError, UnsupportedError
 from .arrays import Array, array_over
 from .native import TIER, address_of, available_tiers, ffi, lib, private_buffer, tier_name
 from .text import show
 
 _Item = TypeVar("_Item")
+
+Backend = Literal["mmap", "pread", "direct"]
+_BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not
 # take 100,000 allocations and reads.
@@ -197,6 +200,13 @@ def available_cpus() -> int:
     """Return the number of CPUs for this process: its affinity, limited by the quota of its cgroup."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+def check_backend(backend: object) -> None:
+    """Refuse unknown backends."""
+    if backend not in _BACKENDS:
+        expected = ", ".join(f'"{name}"' for name in _BACKENDS)
+        raise SafeloadError(f"backend {show(backend)} is invalid (expected one of: {expected})")
 
 
 def check_threads(threads: int | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 from array import array as plain_array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -14,16 +12,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import SafetensorError, path_error, unsaved
-from . import dtypes, load, native
+from ..errors import SafetensorError, unsaved
+from . import dtypes, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
-from .memory import thread_count
-from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
-from .paths import PathLike, native_path
-from .registry import Candidate, Content, OpenRequest, explain, part
+from .native import Error, check, ffi, lib, pointer, short
+from .paths import PathLike
+from .registry import Candidate, Content, OpenRequest, part
+from .resident import read_or_open
 from .runtime import paused
-from .store import WINDOW, LocalStore, with_room
+from .store import WINDOW, LocalStore
 from .table import Table
 from .tensors import Lazy, Tensors
 from .text import encode, show, tensor_named
@@ -50,13 +48,6 @@ _FEW = lib.SL_BRIEF
 # Order and sizes in such a buffer, by number of tensors.
 _PLACES = [Struct(f"={2 * count}Q").unpack_from for count in range(_FEW + 1)]
 
-# The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
-# memory, 128 KiB, because that would be as slow as mapping the file.
-_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
-
-_LITTLE = sys.byteorder == "little"
-_LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
-
 # ---- read ----
 
 
@@ -64,7 +55,7 @@ def open_file(
     path: PathLike, *, brief: bool = False, folders: str = "safeload.load", explained: bool = True
 ) -> WeightFile:
     """Open a file and validate its header; errors name the loader for ``folders``, and if ``explained`` what it is."""
-    text, fields = _loaded(path, 0, folders, explained)
+    text, fields = read_or_open(path, 0, folders, explained)
     return WeightFile(
         text, LocalStore(text, fields[:5], brief=brief), Table(fields[5], fields[native.LOADED_COLUMNS :])
     )
@@ -76,55 +67,6 @@ def chosen(file: WeightFile, names: Iterable[str] | None, dtype: Any, operation:
     if dtype is not None and file.table.may_be_packed():
         part("codes").refuse_floating(file, tensors, operation)
     return tensors
-
-
-class Resident(NamedTuple):
-    """A small file, already read and closed."""
-
-    table: Table
-    arrays: dict[str, Array]  # by name, in the order of their bytes
-
-
-def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -> Resident | WeightFile:
-    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend."""
-    if backend == "pread":
-        thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
-    # One read even for "mmap": a mapping and its first page fault take longer.
-    text, fields = _loaded(path, _SMALL[backend], folders)
-    _, size, _, _, _, address, content, *_ = fields
-    table = Table(address, fields[native.LOADED_COLUMNS :])
-    if not content:
-        return WeightFile(text, LocalStore(text, fields[:5], brief=True), table)
-    # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, load.views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
-
-
-def _loaded(path: PathLike, largest: int, folders: str, explained: bool = True) -> tuple[str, tuple[Any, ...]]:
-    """Return the path as text, and the fields of its ``sl_loaded``, see `loaded_fields`."""
-    text, encoded = native_path(path)
-    memory = Loaded()
-    status = short.sl_safetensors_load(encoded, largest, memory)
-    if status:
-        _retry(text, (encoded, largest, memory), status, folders, explained)
-    return text, loaded_fields(memory)
-
-
-def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
-    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
-    loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
-    if status == lib.SL_E_OS:
-        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
-    if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
-        raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
-    if status == lib.SL_E_FORMAT:
-        edits = part("edits")  # imported here: few files are broken
-        for _ in edits.editor_pauses(text) if edits else ():
-            status = int(short.sl_safetensors_load(*arguments))
-            if status != lib.SL_E_FORMAT:
-                break
-    if status == lib.SL_E_FORMAT:
-        raise (explain(text) if explained else None) or native.failure(status, loaded.error, text)
-    check(status, loaded.error, text)
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
@@ -144,47 +86,6 @@ def parse_head(head: bytes, file_size: int, path: str) -> Table:
     status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file_size, table, error)
     check(status, error, path)
     return Table(pointer(table[0]))
-
-
-def parse_table(data: Any) -> tuple[memoryview, Table]:
-    """Return the bytes of a file in memory, and their table."""
-    view, *place = _place(data)
-    return view, _table(short.sl_safetensors_table(*place), place)
-
-
-def _place(data: Any) -> tuple[memoryview, bytes | int, int]:
-    """Return the bytes of a file in memory, their address (or the bytes) for C, and their number."""
-    if type(data) is bytes:
-        return memoryview(data), data, len(data)
-    view = memoryview(data)
-    if not view.c_contiguous:
-        raise ValueError("data must be contiguous bytes")
-    view = view.cast("B") if view.nbytes else memoryview(b"")
-    return view, pointer(ffi.from_buffer(view)), len(view)
-
-
-def _table(address: int | None, place: Sequence[Any]) -> Table:
-    """Return the table at an address, or raise the error of a file for which there is none."""
-    if address is None:
-        table, error = ffi.new(_TABLE), Error()  # again, to get the error
-        check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
-        address = pointer(table[0])
-    return Table(address)
-
-
-def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
-    """Return the tensors of a file in memory, in the order of their bytes, and its table."""
-    view, address, size = _place(data)
-    lone = Lone()
-    table = short.sl_safetensors_brief(address, size, lone)
-    if table is None and _LITTLE:  # a single plain tensor: making a table would take longer than the rest
-        numbers = lone_numbers(lone)
-        if numbers[0]:
-            _, dtype, begin, length, rank = numbers[:5]
-            name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
-            return {name: load.lone(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
-    columns = _table(table, (address, size))  # unaligned tensors are copied in any case
-    return load.copies_of(columns, view) if copy else load.views_of(columns, view), columns
 
 
 # ---- headers from columns; csrc/formats/safetensors.c writes their JSON ----

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice, pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from ..errors import TensorNotFoundError, UnsupportedError, exported
 from . import dtypes
 from .arrays import ArraySpec, array_spec
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
-from .packing import Packed
 from .text import check_name, clip, error_about, plural, printable, show
+
+if TYPE_CHECKING:
+    from .packing import Packed
 
 # Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
 _SUGGEST_UP_TO = 5_000

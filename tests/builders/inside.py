@@ -201,7 +201,7 @@ SEAMS = {
     "ocdbt_keys": ["formats.ocdbt:MAX_KEYS"],
     "ocdbt_node": ["formats.ocdbt:MAX_NODE"],
     "ocdbt_tree": ["formats.ocdbt:MAX_TREE"],
-    "copied_small": ["core.safetensors:_SMALL"],
+    "copied_small": ["core.resident:_SMALL"],
     "copied_together": ["core.safetensors:_TOGETHER"],
     "tar_members": ["formats.archives:MAX_MEMBERS"],
     "legacy_window": ["formats.torch.file:_WINDOW"],

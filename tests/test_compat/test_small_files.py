@@ -97,7 +97,7 @@ def test_one_tensor_of_an_open_file_takes_few_steps(tmp_path, backend):
 
 def test_a_small_file_is_read_by_one_call_and_closed(tmp_path, monkeypatch):
     path = saved(tmp_path, many(3))
-    monkeypatch.setattr(inside.safetensors_file, "LocalStore", None)  # what keeps a file open
+    monkeypatch.setattr(inside.local, "LocalStore", None)  # what keeps a file open
     for backend in BACKENDS:
         arrays = load_file(path, backend=backend)
         assert [array.tolist() for array in arrays.values()] == [[k] * 4 for k in range(3)]
@@ -261,8 +261,20 @@ def printed(code, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
 
 
-def test_the_functions_of_numpy_import_only_what_plain_files_need():
-    modules = printed("import safeload.numpy; print(*sorted(own()))")
+def test_the_functions_of_numpy_import_only_what_plain_files_need(tmp_path):
+    code = """
+import safeload.numpy
+imported = own()
+safeload.numpy.load_file(sys.argv[1])
+safeload.numpy.load(open(sys.argv[1], "rb").read())
+print(len(imported), *sorted(own() - imported), "small")
+safeload.numpy.load_file(sys.argv[2])
+print(*own())
+"""
+    small, large = pair(tmp_path, (3, 3_000), 64)
+    count, then, *modules = printed(code, small, large)
+    assert int(count) <= 18
+    assert then == "small"
     assert inside.path("jobs") in modules
     assert len(modules) <= 56
     assert not [name for name in modules if "codes" in name or "remote" in name or "quantized" in name]

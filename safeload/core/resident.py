@@ -1,0 +1,190 @@
+"""Safetensors files in memory: given as bytes, or small enough for a single call of the C core to read them whole.
+
+Programs that load such files alone import nothing of what reads larger ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..errors import path_error
+from . import dtypes, native
+from .arrays import Array, array_over, array_spec, over
+from .memory import HUGE_FROM, private_array, thread_count
+from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
+from .paths import PathLike, native_path
+from .runtime import paused
+from .table import Table
+
+if TYPE_CHECKING:
+    from .store import LocalStore
+    from .weight_file import WeightFile
+
+# The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
+# memory, 128 KiB, because that would be as slow as mapping the file.
+_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
+
+_LITTLE = sys.byteorder == "little"
+_LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
+
+
+class Resident(NamedTuple):
+    """A small file, already read and closed."""
+
+    table: Table
+    arrays: dict[str, Array]  # by name, in the order of their bytes
+
+
+def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -> Resident | WeightFile:
+    """Return the tensors of a small file, or an open file if it is larger than the limit of the backend."""
+    if backend == "pread":
+        thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
+    # One read even for "mmap": a mapping and its first page fault take longer.
+    text, fields = read_or_open(path, _SMALL[backend], folders)
+    _, size, _, _, _, address, content, *_ = fields
+    table = Table(address, fields[native.LOADED_COLUMNS :])
+    if not content:
+        file_of, store_of = _opening()
+        return file_of(text, store_of(text, fields[:5], brief=True), table)
+    # Like a mapping, the memory is private and lives as long as the last array over it.
+    return Resident(table, views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
+
+
+@cache  # a call takes a tenth of the time of an import statement
+def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
+    """Import what opens larger files."""
+    from .store import LocalStore
+    from .weight_file import WeightFile
+
+    return WeightFile, LocalStore
+
+
+def read_or_open(path: PathLike, largest: int, folders: str, explained: bool = True) -> tuple[str, tuple[Any, ...]]:
+    """Return the path as text, and the fields of its ``sl_loaded``, see `loaded_fields`."""
+    text, encoded = native_path(path)
+    memory = Loaded()
+    status = short.sl_safetensors_load(encoded, largest, memory)
+    if status:
+        _retry(text, (encoded, largest, memory), status, folders, explained)
+    return text, loaded_fields(memory)
+
+
+def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
+    """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
+    from .registry import explain, part  # only here: few files fail
+    from .store import with_room
+
+    loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
+    if status == lib.SL_E_OS:
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
+        raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
+    if status == lib.SL_E_FORMAT:
+        edits = part("edits")
+        for _ in edits.editor_pauses(text) if edits else ():
+            status = int(short.sl_safetensors_load(*arguments))
+            if status != lib.SL_E_FORMAT:
+                break
+    if status == lib.SL_E_FORMAT:
+        raise (explain(text) if explained else None) or native.failure(status, loaded.error, text)
+    check(status, loaded.error, text)
+
+
+def parse_table(data: Any) -> tuple[memoryview, Table]:
+    """Return the bytes of a file in memory, and their table."""
+    view, *place = _place(data)
+    return view, _table(short.sl_safetensors_table(*place), place)
+
+
+def _place(data: Any) -> tuple[memoryview, bytes | int, int]:
+    """Return the bytes of a file in memory, their address (or the bytes) for C, and their number."""
+    if type(data) is bytes:
+        return memoryview(data), data, len(data)
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError("data must be contiguous bytes")
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    return view, pointer(ffi.from_buffer(view)), len(view)
+
+
+def _table(address: int | None, place: Sequence[Any]) -> Table:
+    """Return the table at an address, or raise the error of a file for which there is none."""
+    if address is None:
+        table, error = ffi.new(_TABLE), Error()  # again, to get the error
+        check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
+        address = pointer(table[0])
+    return Table(address)
+
+
+def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
+    """Return the tensors of a file in memory, in the order of their bytes, and its table."""
+    view, address, size = _place(data)
+    lone = Lone()
+    table = short.sl_safetensors_brief(address, size, lone)
+    if table is None and _LITTLE:  # a single plain tensor: making a table would take longer than the rest
+        numbers = lone_numbers(lone)
+        if numbers[0]:
+            _, dtype, begin, length, rank = numbers[:5]
+            name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
+            return {name: _single(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
+    columns = _table(table, (address, size))  # unaligned tensors are copied in any case
+    return copies_of(columns, view) if copy else views_of(columns, view), columns
+
+
+# ---- arrays over them ----
+
+
+def views_of(table: Table, buffer: Any) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
+
+    The arrays are writable if the buffer is.
+    """
+    if not table.plain:
+        from .jobs import native_order  # only here: files of usual writers are plain
+
+        arrays = {}
+        for name, number, shape, begin, end in zip(table.names, *table.columns(range(table.count)), strict=True):
+            spec = array_spec(dtypes.BY_NUMBER[number], shape, begin, end)
+            array = (
+                array_over(buffer, spec.dtype, spec.shape, begin) if begin < end else np.empty(spec.shape, spec.dtype)
+            )
+            arrays[name] = native_order(array)
+        return arrays
+    if table.count == 1:
+        number, shape, begin, _ = table.entry(0)
+        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
+    with paused(table.count):
+        views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
+        return dict(zip(table.names, views, strict=True))
+
+
+def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
+    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
+    if table.plain and content.nbytes < HUGE_FROM:
+        return views_of(table, memoryview(bytearray(content)))  # which nobody can resize
+    arrays = views_of(table, content)
+    with paused(table.count):
+        for name, array in arrays.items():
+            if array.base is not None:
+                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
+    return arrays
+
+
+def _single(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
+    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
+    dtype = dtypes.array_dtype(number)
+    if copy and content.nbytes >= HUGE_FROM:
+        return _large_copy(array_over(content, dtype, shape, begin))
+    return array_over(memoryview(bytearray(content)) if copy else content, dtype, shape, begin)
+
+
+def _large_copy(array: Array) -> Array:
+    copy = private_array(array.shape, array.dtype)
+    copy[...] = array
+    return copy
