@@ -295,6 +295,10 @@ def read_ahead(spans: Spans, threads: int | None) -> Generator[tuple[int, int]]:
     total = int(spans.lengths.sum())
     if not total:
         return
+    if total <= IN_TURN:
+        buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
+        yield address_of(buffer), fill_buffer(buffer, spans.joined(), threads)
+        return
     ring = ring_for(total)
     filling = filled_ahead(_tasks_of(spans, ring, threads), ring, remote=any(map(is_remote, spans.files)))
     with closing(filling):
