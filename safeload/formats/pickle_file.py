@@ -211,6 +211,8 @@ def _join(name: str, parts: list[_Place], shape: tuple[int, ...], path: str) -> 
     pieces: list[tuple[Any, int]] = []
     for place in parts:
         part = _alone(name, place, path)
+        if part.unknown is not None:
+            return part._replace(unknown=part.unknown._replace(shape=shape))
         if part.row is not row or len(part.shape) != 1:
             text = f": a part is {part.row.code} of shape {list(part.shape)}, expected a vector of {row.code}"
             raise error_about(FormatError, text, path=path, tensor=name)
@@ -223,9 +225,12 @@ def _join(name: str, parts: list[_Place], shape: tuple[int, ...], path: str) -> 
 
 
 def _alone(name: str, place: _Place, path: str) -> BoxedListing:
-    """Describe an array as a single box."""
+    """Describe an array as a single box, or an entry that cannot be read as such."""
     file, index = place
     table = file.table
+    unknown = table.unknown.get(table.names[index])
+    if unknown is not None:
+        return BoxedListing(table.row(index), (0,), [], unknown=unknown)
     if index in table.big_endian:
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
     shape = table.shape(index)

@@ -135,7 +135,6 @@ FAULTS = {
         lambda: {"w": ARRAY.ravel(), PARTS: {1: {"slices": ["w"], "OriginShape": (42,)}}}, FormatError, "must have"),
     "a tensor whole and in parts": (
         lambda: {**parts_of(ARRAY, (40, 2)), "w": ARRAY}, FormatError, "is stored whole and in parts"),
-    "objects": (with_part(np.array([{}, {}])), FormatError, "a part is UNKNOWN"),
 }  # fmt: skip
 
 
@@ -146,6 +145,24 @@ def test_a_fault_is_refused_by_name(fault, tmp_path):
         path = write(tmp_path / "w.pdparams", make(), protocol)
         with pytest.raises(error, match=says):
             safeload.open(path)
+
+
+@pytest.mark.parametrize("which", [[0], [1], [0, 1]])
+def test_a_part_that_cannot_be_read_makes_one_tensor_unreadable(which, tmp_path):
+    state = parts_of(ARRAY, (40, 2))
+    state |= {f"w@@.{k}": np.array([{}] * (40, 2)[k]) for k in which}
+    path = write(tmp_path / "w.pdparams", state)
+    with safeload.open(path) as opened:
+        assert opened.tensors["w"].shape == ARRAY.shape
+        check_tensors(opened.load(["b"]), {"b": state["b"]})
+        for read in (
+            lambda: opened["w"],
+            opened.load,
+            lambda: opened.load(dtype="float32"),
+            lambda: opened.take("w", [0]),
+        ):
+            with pytest.raises(UnsupportedError, match="'w'.*object"):
+                read()
 
 
 def test_a_part_of_another_byte_order_is_swapped(tmp_path):
