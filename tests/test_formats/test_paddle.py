@@ -161,7 +161,7 @@ def test_a_part_that_cannot_be_read_makes_one_tensor_unreadable(which, tmp_path)
             lambda: opened.load(dtype="float32"),
             lambda: opened.take("w", [0]),
         ):
-            with pytest.raises(UnsupportedError, match="'w'.*object"):
+            with pytest.raises(UnsupportedError, match=r"'w'.*object"):
                 read()
 
 
