@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.http_server import Server
-from builders.inside import address_of, available_cpus, direct_of, jobs, open_local, thread_count
+from builders.inside import address_of, available_cpus, jobs, local, thread_count
 from builders.random import rng
 
 import safeload
@@ -55,8 +55,8 @@ def path(folder):
 @pytest.fixture
 def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
-    with contextlib.closing(open_local(path)) as store:
-        handle = store.use(direct_of)
+    with contextlib.closing(local.open_local(path)) as store:
+        handle = store.use(local.direct_of)
         if handle is None:
             pytest.skip("needs O_DIRECT")
         os.close(handle)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.clusters import RESUME, content, record_of, run_pieces, waiting
-from builders.inside import Digest
+from builders.inside import atomic_file
 from builders.quantized import FIXTURES
 from builders.thorough import dealt
 
@@ -808,7 +808,7 @@ if __name__ == "__main__":
 
 def test_a_digest_of_large_and_small_writes():
     blocks = [np.random.default_rng(k).bytes(size) for k, size in enumerate((5, 0, 3 << 20, 1, 1 << 20))]
-    with Digest() as digest:
+    with atomic_file.Digest() as digest:
         for block in blocks:
             array = np.frombuffer(block, np.uint8)
             with digest.adding([(array.ctypes.data, array.size)] if array.size else [(0, 0)]):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AtomicFile
+from builders.inside import atomic_file
 
 import safeload
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(name, value, error, 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch):
-    written = AtomicFile.write
+    written = atomic_file.AtomicFile.write
 
     def fail(file, pieces):
         written(file, pieces)
