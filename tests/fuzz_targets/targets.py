@@ -39,7 +39,6 @@ from builders import dcp_build, gguf_build, inside, orbax_build
 from builders.inside import (
     LOCAL,
     Config,
-    ConfigError,
     choosing,
     families,
     files_of_manifest,
@@ -677,10 +676,19 @@ def model_config(data):
         require(all(np.isfinite(array).all() for array in factors.values()), "factors are finite")
 
 
+@contextlib.contextmanager
+def refusing_config():
+    """Takes the refusal of a config, and no other error."""
+    try:
+        yield
+    except ValueError as error:
+        require(type(error).__name__ == "ConfigError", f"the refusal is {error!r}")
+
+
 def _expand(made, values):
     names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
     # 500,000 tensors are allowed, and take seconds.
-    with watched(), contextlib.suppress(ConfigError):
+    with watched(), refusing_config():
         keys = Config(values, made.defaults)
         counts = [text for text in (made.layers, made.more_layers, *made.counts.values()) if text is not None]
         if any(keys.evaluate(text) > 100 for text in counts):

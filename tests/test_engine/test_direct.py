@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.http_server import Server
-from builders.inside import address_of, available_cpus, jobs, local, thread_count
+from builders.inside import address_of, jobs, thread_count
 from builders.random import rng
 
 import safeload
@@ -55,11 +56,10 @@ def path(folder):
 @pytest.fixture
 def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
-    with contextlib.closing(local.open_local(path)) as store:
-        handle = store.use(local.direct_of)
-        if handle is None:
+    with safeload.open(path) as checkpoint:
+        checkpoint.load(backend="direct")
+        if checkpoint.last_load.backend != "direct":
             pytest.skip("needs O_DIRECT")
-        os.close(handle)
     drop(path)
     if cached(path):
         pytest.skip("a file system that keeps its files in memory")
@@ -274,8 +274,10 @@ def test_many_threads_load_one_checkpoint(path):
     assert not failed
 
 
-def test_more_readers_than_processors_but_not_for_little():
-    assert thread_count(1 << 30, None, direct=True) == min(max(available_cpus(), 8), 16)
+def test_more_readers_than_processors_but_not_for_little(capsys):
+    safeload.show_config()
+    (cpus,) = re.findall(r"^threads +(\d+) at most", capsys.readouterr().out, re.M)
+    assert thread_count(1 << 30, None, direct=True) == min(max(int(cpus), 8), 16)
     assert thread_count(3 << 20, None, direct=True) == 1
     assert thread_count(1 << 30, 3, direct=True) == 3
 

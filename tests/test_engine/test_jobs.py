@@ -5,9 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import NativeError as Error
-from builders.inside import address_of, dtypes, ffi, jobs, lib, native_path
-from builders.inside import check_status as check
+from builders.inside import address_of, dtypes, ffi, jobs, lib, local
 from builders.packed_codes import ROWS, Case
 from builders.random import rng
 
@@ -22,14 +20,12 @@ def open_file(tmp_path):
     def open_bytes(data):
         path = tmp_path / f"{len(opened)}.bin"
         path.write_bytes(data)
-        file, error = ffi.new("sl_file *"), Error()
-        check(lib.sl_file_open(native_path(path)[1], file, error), error)
-        opened.append(file.handle)
-        return file.handle
+        opened.append(local.open_local(path))
+        return opened[-1].use(int)
 
     yield open_bytes
-    for handle in opened:
-        lib.sl_file_close(handle)
+    for store in opened:
+        store.close()
 
 
 def number(dtype):

@@ -5,7 +5,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Ring, aligned_bytes, chunks_of, entries_of, parse_target, staged, tensors_of
+from builders.inside import Ring, chunks_of, entries_of, parse_target, staged, tensors_of
 from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind_with
 from builders.threads import threads
@@ -153,7 +153,7 @@ def test_several_buffers_at_a_time(tmp_path, workers, ordered):
 def test_a_buffer_is_made_only_if_none_is_free(tmp_path):
     """To pin memory takes as long as to read it."""
     made = []
-    ring = Ring(16384, 8, lambda number: made.append(number) or aligned_bytes(16384))
+    ring = Ring(16384, 8, lambda number: made.append(number) or np.empty(16384, np.uint8))
     numbers = [ring.take()[0] for _ in range(2)]
     for number in numbers * 3:
         ring.free(number)
