@@ -13,8 +13,6 @@ NAMES = {
     "c_strides": "core.arrays:c_strides",
     "dtypes": "core.dtypes",
     "forking": "core.forking",
-    "collected_young": "core.runtime:collected_young",
-    "paused": "core.runtime:paused",
     "ListedTable": "core.table:ListedTable",
     "Listing": "core.table:Listing",
     "available_tiers": "core.native:available_tiers",
