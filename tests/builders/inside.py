@@ -142,8 +142,6 @@ NAMES = {
 # the inside looks each of them up.
 SEAMS = {
     "cluster_timeout": ["cli.common:_TIMEOUT"],
-    "copied_in_turn": ["core.staging:IN_TURN"],
-    "copy_buffer_size": ["core.staging:buffer_size"],
     "staging_buffer": ["core.staging:BUFFER"],
     "smallest_staging_buffer": ["core.staging:SMALLEST_BUFFER"],
     "grid_bytes": ["core.restore:_GRID_BYTES"],
@@ -178,8 +176,6 @@ SEAMS = {
     "pickle_size": ["formats.unpickle:MAX_PICKLE"],
     "scan_texts": ["trust.trace:MAX_TEXTS"],
     "jax_group": ["frameworks.jax_arrays:GROUP"],
-    "small_on_device": ["frameworks.torch_devices:_SMALL"],
-    "staged_from": ["frameworks.torch_devices:_STAGED_FROM"],
     "kept_output": ["conversion.make:_KEPT_BYTES"],
     "small_tensor": ["conversion.make:_SMALL"],
     "spans_of": ["conversion.decide:spans_of", "conversion.make:spans_of"],
