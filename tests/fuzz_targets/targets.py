@@ -69,7 +69,6 @@ inside.preload(
     "base_urls",
     "merge",
     "validation",
-    "finder",
 )
 for row in registry.ROWS:
     row.load()
@@ -77,6 +76,7 @@ for container in registry.CONTAINERS:
     registry.module_of(container.module)
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 families()
+safeload.stats({"w": np.zeros(1, np.float32)})  # looks for codes
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24
