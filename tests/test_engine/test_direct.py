@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.http_server import Server
-from builders.inside import address_of, jobs, thread_count
+from builders.inside import jobs, thread_count
 from builders.random import rng
 
 import safeload
@@ -107,7 +107,7 @@ def test_every_tensor_alone_and_into_given_arrays(path):
         raw = {name: np.zeros(array.nbytes + 64 + PAGE, np.uint8) for name, array in want.items()}
         out = {}
         for name, array in want.items():
-            begin = -address_of(raw[name]) % 64 + shift * array.itemsize
+            begin = -raw[name].ctypes.data % 64 + shift * array.itemsize
             out[name] = np.ndarray(array.shape, array.dtype, raw[name], begin)
         same(load_file(path, backend="direct", out=out), want)
         for name, array in want.items():

@@ -5,7 +5,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Ring, chunks_of, entries_of, parse_target, staged, tensors_of
+from builders.inside import Ring, chunks_of, dtypes, entries_of, staged, tensors_of
 from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind_with
 from builders.threads import threads
@@ -26,7 +26,7 @@ def ring_of(size, count=3, wait=None):
 
 
 def entries(checkpoint, dtype):
-    found = entries_of(tensors_of(checkpoint), parse_target(dtype))
+    found = entries_of(tensors_of(checkpoint), None if dtype is None else dtypes.BY_NAME[dtype])
     return [entry for entry in found if entry.target is not None]
 
 

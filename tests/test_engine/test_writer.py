@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy as upstream
 from builders import inside
 from builders.cuts import killed_at_the_end
-from builders.inside import address_of, atomic_file, main, npy, npz
+from builders.inside import atomic_file, main, npy, npz
 from builders.thorough import part_of
 
 import safeload
@@ -955,7 +955,7 @@ def test_an_exception_in_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
         (temporary,) = os.listdir(tmp_path)
         assert main(["edit", "--recover", str(tmp_path)]) == 0
         assert os.listdir(tmp_path) == [temporary]
-        file.write([(address_of(data), 5)])
+        file.write([(data.ctypes.data, 5)])
     assert (tmp_path / "x").read_bytes() == data.tobytes()
     assert os.listdir(tmp_path) == ["x"]
 
@@ -965,7 +965,7 @@ def test_a_sealed_file_needs_no_descriptor_and_appears_at_the_end(durable, tmp_p
     data = np.arange(5, dtype=np.uint8)
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
     with atomic_file.AtomicFile(tmp_path / "x", 5, durable=durable) as file:
-        file.write([(address_of(data), 5)])
+        file.write([(data.ctypes.data, 5)])
         file.seal()
         file.seal()  # twice is once
         if before is not None:

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import adapters, inside
-from builders.inside import entries_of, parse_target, tensors_of
+from builders.inside import dtypes, entries_of, tensors_of
 from builders.quantized import FIXTURES, FOLDER
 from builders.threads import threads
 
@@ -41,7 +41,7 @@ def small_ring(monkeypatch):
 
 
 def entries(checkpoint, dtype=None, names=None):
-    return entries_of(tensors_of(checkpoint, names), parse_target(dtype))
+    return entries_of(tensors_of(checkpoint, names), None if dtype is None else dtypes.BY_NAME[dtype])
 
 
 def load(path, dtype=None, copies=None, **options):
