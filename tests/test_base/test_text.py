@@ -8,11 +8,18 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import main, show
+from builders.inside import main
 
 import safeload
 from safeload import safe_open
 from safeload.numpy import load_file, save_file
+
+
+def shown(value, folder):
+    """A value as messages have it."""
+    with pytest.raises(TypeError, match=r"^rename must be \(expression, replacement\) pairs") as caught:
+        safeload.convert({"w": np.ones(1)}, folder / "x.npz", rename=[value])
+    return str(caught.value).partition(", got ")[2]
 
 
 class Rude:
@@ -39,15 +46,15 @@ class Rude:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_shown_value_is_short_and_printable(value):
-    text = show(value)
+def test_a_shown_value_is_short_and_printable(value, tmp_path):
+    text = shown(value, tmp_path)
     assert 0 < len(text) <= 200
     assert text.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("value", ["", "a", "it's", b"\0", 3, 2.5, None, True, [1, "a"], {"k": 1}, (1,)])
-def test_a_short_value_is_shown_as_its_repr(value):
-    assert show(value) == repr(value)
+def test_a_short_value_is_shown_as_its_repr(value, tmp_path):
+    assert shown(value, tmp_path) == repr(value)
 
 
 CONTENTS = {
