@@ -10,11 +10,8 @@ import os
 # Each name, with its module below safeload, or with ``module:attribute``.
 NAMES = {
     "_core": "_core",
-    "c_strides": "core.arrays:c_strides",
     "dtypes": "core.dtypes",
     "forking": "core.forking",
-    "ListedTable": "core.table:ListedTable",
-    "Listing": "core.table:Listing",
     "ffi": "core.native:ffi",
     "lib": "core.native:lib",
     "SCHEMES": "core.packing:SCHEMES",
