@@ -759,7 +759,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
     def write(*arguments, **keywords):
         raise AssertionError("written before space was reserved")
 
-    inside.tune(monkeypatch, write_file=write)
+    monkeypatch.setattr(atomic_file.AtomicFile, "write", write)
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which of the two depends on the filesystem
         save_file({"x": array}, tmp_path / "x")
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)

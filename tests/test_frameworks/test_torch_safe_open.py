@@ -143,7 +143,7 @@ def test_where_the_system_refuses_a_mapping_everything_is_read(path, monkeypatch
     def refuse(store):
         raise OSError(12, "Cannot allocate memory")
 
-    inside.tune(monkeypatch, map_file=refuse)
+    monkeypatch.setattr(inside.local.LocalStore, "map", refuse)
     with safeload.safe_open(path, "pt") as file:
         for name, tensor in TENSORS.items():
             assert bits(file.get_tensor(name)) == bits(tensor)

@@ -220,7 +220,7 @@ def test_every_format_without_a_mapping(source, monkeypatch):
     expected = everything(source)
     mapped = []
     original = local.LocalStore.map
-    inside.tune(monkeypatch, map_file=lambda store: mapped.append(store.path) or original(store))
+    monkeypatch.setattr(local.LocalStore, "map", lambda store: mapped.append(store.path) or original(store))
     executor = Plain()
     assert everything(source, executor) == expected
     assert mapped == []

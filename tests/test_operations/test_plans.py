@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.clusters import RESUME, content, record_of, run_pieces, waiting
-from builders.inside import atomic_file
+from builders.inside import atomic_file, local
 from builders.quantized import FIXTURES
 from builders.thorough import dealt
 
@@ -364,7 +363,7 @@ def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
             place = tmp_path / f"{Path(src).name}{len(options)}{options.get('dtype')}"
             plan = safeload.plan_convert(src, place, max_shard_size=LIMIT, **options)
             with monkeypatch.context() as patched:
-                inside.tune(patched, map_file=refuse)
+                patched.setattr(local.LocalStore, "map", refuse)
                 results = [safeload.run_piece(piece) for piece in plan.pieces]
             safeload.finalize(plan, results)
 
