@@ -9,13 +9,11 @@ import os
 
 # Each name, with its module below safeload, or with ``module:attribute``.
 NAMES = {
-    "_core": "_core",
     "dtypes": "core.dtypes",
     "forking": "core.forking",
     "ffi": "core.native:ffi",
     "lib": "core.native:lib",
     "SCHEMES": "core.packing:SCHEMES",
-    "ENGINE_FORMATS": "core.packing:ENGINE_FORMATS",
     "base_urls": "remote.url",
     "tensors_of": "core.checkpoint:tensors_of",
     "cli_common": "cli.common",
@@ -49,7 +47,6 @@ NAMES = {
     "orbax_chunks": "formats.orbax",
     "ocdbt": "formats.ocdbt",
     "registry": "core.registry",
-    "safetensors_file": "core.safetensors",
     "torch_globals": "formats.torch.globals",
     "TENSOR_OWN": "formats.torch.globals:TENSOR_OWN",
     "torch_tensors": "formats.torch.tensors",
