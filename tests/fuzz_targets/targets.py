@@ -67,7 +67,6 @@ from safeload.numpy import save_file
 # Imported when first needed, which counts as forbidden below.
 inside.preload(
     "base_urls",
-    "merge",
     "validation",
 )
 for row in registry.ROWS:
@@ -77,6 +76,8 @@ for container in registry.CONTAINERS:
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 families()
 safeload.stats({"w": np.zeros(1, np.float32)})  # looks for codes
+with contextlib.suppress(FileNotFoundError):
+    safeload.convert({"w": np.zeros((1, 1), np.float32)}, "nowhere.npz", adapters="nowhere")  # merges
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24
