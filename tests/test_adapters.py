@@ -16,6 +16,7 @@ from builders import inside
 from builders.adapters import LORA as DATA
 from builders.adapters import PREFIX, assert_merged, assert_same, pair, write
 from builders.paths import ROOT
+from builders.remote import Served
 from builders.thorough import part_of
 
 import safeload
@@ -86,40 +87,40 @@ def test_rounds_once(tmp_path, dtype):
     assert float(found[0, 0]) == 1 + 2.0**-7
 
 
-def test_tiles_join(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rows", [700, 300_000])
+def test_tiles_join(rows, tmp_path):
+    """A tile has up to 4 Mi elements."""
     rng = np.random.default_rng(4)
-    w = rng.standard_normal((700, 30), np.float32)
+    w = rng.standard_normal((rows, 30), np.float32)
     save_file({"w.weight": w}, tmp_path / "base.safetensors")
-    adapter = write(tmp_path / "a", pair(700, 30))
-    whole = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
-    inside.tune(monkeypatch, merge_tile=30 * 300)
-    tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
-    a, b = pair(700, 30).values()
-    for found in (whole, tiled):
-        assert_merged(found, w + 2 * (b.astype(np.float64) @ a), 3)
+    adapter = write(tmp_path / "a", pair(rows, 30))
+    a, b = pair(rows, 30).values()
+    found = safeload.load(tmp_path / "base.safetensors", adapters=adapter)["w.weight"]
+    assert_merged(found, w + 2 * (b.astype(np.float64) @ a), 3)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "float16", "float64"])
-def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, monkeypatch, dtype):
+def test_bits_do_not_depend_on_how_the_base_is_read(tmp_path, dtype):
     """From the file or from tiles in memory, on any number of threads, and with any instructions (test_core)."""
     rng = np.random.default_rng(7)
-    w = rng.standard_normal((700, 131), np.float32).astype(ml_dtypes.bfloat16)
+    rows = 70_000  # three tiles of 4 Mi elements
+    w = rng.standard_normal((rows, 131), np.float32).astype(ml_dtypes.bfloat16)
     save_file({"w.weight": w}, tmp_path / "base.safetensors")
-    adapters = [write(tmp_path / "a", pair(700, 131)), (write(tmp_path / "b", pair(700, 131, seed=1)), -0.3)]
+    adapters = [write(tmp_path / "a", pair(rows, 131)), (write(tmp_path / "b", pair(rows, 131, seed=1)), -0.3)]
     first = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=1)["w.weight"]
     expected = w.astype(np.float64)
     for seed, weight in ((0, 2), (1, -0.6)):
-        a, b = pair(700, 131, seed=seed).values()
+        a, b = pair(rows, 131, seed=seed).values()
         expected += weight * (b.astype(np.float64) @ a)
     half = float(ml_dtypes.finfo(first.dtype).eps) / 2
     assert (np.abs(first.astype(np.float64) - expected) <= half * np.abs(expected) + 3e-6).all()
-    out = {"w.weight": np.zeros((700, 131), first.dtype)}
+    out = {"w.weight": np.zeros((rows, 131), first.dtype)}
     safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype, threads=3, out=out)
     converted = tmp_path / "merged.safetensors"
     safeload.convert({"w.weight": w}, converted, adapters=adapters, dtype=dtype)
-    monkeypatch.setattr(inside.merge, "in_rows", lambda source, work: None)
-    inside.tune(monkeypatch, merge_tile=131 * 300)
-    tiled = safeload.load(tmp_path / "base.safetensors", adapters=adapters, dtype=dtype)["w.weight"]
+    store = Served({"mem://m/base.safetensors": (tmp_path / "base.safetensors").read_bytes()})  # fetched tile by tile
+    tiled = safeload.load(store.at("mem://m/base.safetensors"), adapters=adapters, dtype=dtype)["w.weight"]
+    assert len(store.requests) > 3
     for values in (out["w.weight"], safeload.load(converted)["w.weight"], tiled):
         assert_same({"w": values}, {"w": first})
 

@@ -686,7 +686,7 @@ def test_a_refused_mapping_is_read_and_said(monkeypatch, folder):
             raise OSError(12, "Cannot allocate memory", self.path)
         return real(self)
 
-    inside.tune(monkeypatch, map_file=refuse_one)
+    monkeypatch.setattr(local.LocalStore, "map", refuse_one)
     with safeload.open(folder) as checkpoint:
         assert_same(checkpoint.load(), ALL)
         assert list(checkpoint.load()) == list(checkpoint)

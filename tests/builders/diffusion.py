@@ -24,6 +24,8 @@ FILE_TYPES = (
     *("q5_k_s", "q5_k_m", "q6_k"),
 )
 INNER = "model.diffusion_model."
+# The architectures that its llama-quantize has rules for.
+QUANTIZED = ("flux", "sdxl", "sd1")
 
 
 def _linear(name, rows, columns):

@@ -148,14 +148,14 @@ def zip_entries(value, *, protocol=2, order="little"):
     return entries
 
 
-def zip_archive(entries, *, prefix="archive/", align=64, deflate=()):
-    """A zip archive with the data of each entry aligned, as torch does it."""
+def zip_archive(entries, *, prefix="archive/", align=64, shift=0, deflate=()):
+    """A zip archive with the data of each entry aligned, as torch does it, or so many bytes after that."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, data in entries.items():
             info = zipfile.ZipInfo(prefix + name)
             info.compress_type = zipfile.ZIP_DEFLATED if name in deflate else zipfile.ZIP_STORED
-            padding = -(out.tell() + 30 + len((prefix + name).encode()) + 4) % align
+            padding = (shift - (out.tell() + 30 + len((prefix + name).encode()) + 4)) % align
             info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
             archive.writestr(info, data)
     return out.getvalue()

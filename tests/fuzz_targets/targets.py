@@ -39,7 +39,6 @@ from builders import dcp_build, gguf_build, inside, orbax_build
 from builders.inside import (
     LOCAL,
     Config,
-    ConfigError,
     choosing,
     families,
     files_of_manifest,
@@ -68,9 +67,7 @@ from safeload.numpy import save_file
 # Imported when first needed, which counts as forbidden below.
 inside.preload(
     "base_urls",
-    "merge",
     "validation",
-    "finder",
 )
 for row in registry.ROWS:
     row.load()
@@ -78,6 +75,9 @@ for container in registry.CONTAINERS:
     registry.module_of(container.module)
 os.environ["SAFELOAD_NO_PLUGINS"] = "1"  # looking for these reads files of other distributions
 families()
+safeload.stats({"w": np.zeros(1, np.float32)})  # looks for codes
+with contextlib.suppress(FileNotFoundError):
+    safeload.convert({"w": np.zeros((1, 1), np.float32)}, "nowhere.npz", adapters="nowhere")  # merges
 
 # Tensors are compared whole up to this many bytes: a torch tensor may repeat few bytes to 4 GiB.
 MOST_BYTES = 1 << 24
@@ -677,10 +677,19 @@ def model_config(data):
         require(all(np.isfinite(array).all() for array in factors.values()), "factors are finite")
 
 
+@contextlib.contextmanager
+def refusing_config():
+    """Takes the refusal of a config, and no other error."""
+    try:
+        yield
+    except ValueError as error:
+        require(type(error).__name__ == "ConfigError", f"the refusal is {error!r}")
+
+
 def _expand(made, values):
     names = ["lm_head.weight", "model.layers.0.input_layernorm.weight", "h.1.ln_1.bias"]
     # 500,000 tensors are allowed, and take seconds.
-    with watched(), contextlib.suppress(ConfigError):
+    with watched(), refusing_config():
         keys = Config(values, made.defaults)
         counts = [text for text in (made.layers, made.more_layers, *made.counts.values()) if text is not None]
         if any(keys.evaluate(text) > 100 for text in counts):

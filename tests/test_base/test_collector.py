@@ -1,6 +1,7 @@
 """The garbage collector is paused while many objects are made, and restored as it was."""
 
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -8,11 +9,25 @@ import threading
 
 import numpy as np
 import pytest
-from builders import inside
-from builders.inside import collected_young, paused
 
 import safeload
 from safeload.numpy import save_file
+
+MANY = 2000
+
+
+def converting(path, count, action):
+    """Convert tensors, and call a function when the first is renamed: in the pause, if they are many."""
+    left = [action]
+
+    def name(match):
+        if left:
+            left.pop()()
+        return match[0]
+
+    tensors = dict.fromkeys([f"t{k}" for k in range(count)], np.zeros(1, np.int8))
+    safeload.convert(tensors, path, rename=[(".+", name)], overwrite=True)
+    assert not left
 
 
 @pytest.fixture(autouse=True)
@@ -21,36 +36,50 @@ def _restored():
     gc.enable()
 
 
-def test_it_is_paused_for_many_objects_and_not_for_few():
-    with paused(100_000):
-        assert not gc.isenabled()
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x.safetensors"
+
+
+def test_it_is_paused_for_many_objects_and_not_for_few(path):
+    seen = []
+    converting(path, MANY, lambda: seen.append(gc.isenabled()))
     assert gc.isenabled()
-    with paused(10):
-        assert gc.isenabled()
+    converting(path, 10, lambda: seen.append(gc.isenabled()))
+    assert seen == [False, True]
 
 
-def test_it_is_restored_after_an_error_and_only_if_it_was_on():
-    with pytest.raises(KeyboardInterrupt), paused(100_000):
+def test_it_is_restored_after_an_error_and_only_if_it_was_on(path):
+    def interrupt():
+        assert not gc.isenabled()
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        converting(path, MANY, interrupt)
     assert gc.isenabled()
     gc.disable()
-    with paused(100_000):
-        pass
+    converting(path, MANY, lambda: None)
     assert not gc.isenabled()
 
 
-def test_the_last_of_several_blocks_restores_it():
+def test_the_last_of_several_blocks_restores_it(tmp_path):
     inside, leave = threading.Event(), threading.Event()
 
-    def other():
-        with paused(100_000):
-            inside.set()
-            leave.wait(30)
+    def stay():
+        inside.set()
+        leave.wait(30)
 
-    thread = threading.Thread(target=other)
-    with paused(100_000), paused(100_000):
+    thread = threading.Thread(target=converting, args=(tmp_path / "thread", MANY, stay))
+
+    def inner():
         thread.start()
         assert inside.wait(30)
+
+    def outer():
+        converting(tmp_path / "inner", MANY, inner)
+        assert not gc.isenabled()
+
+    converting(tmp_path / "outer", MANY, outer)
     assert not gc.isenabled()  # the other thread is still in its block
     leave.set()
     thread.join()
@@ -58,30 +87,33 @@ def test_the_last_of_several_blocks_restores_it():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_that_is_forked_meanwhile_collects_again():
-    program = inside.program("""
-import gc, os, threading
-from builders.inside import collected_young, paused
+def test_a_child_that_is_forked_meanwhile_collects_again(tmp_path):
+    program = f"""
+import gc, os, sys, threading, warnings
+import numpy as np
+import safeload
+warnings.simplefilter("ignore")
+MANY = {MANY}
+{inspect.getsource(converting)}
 inside, leave = threading.Event(), threading.Event()
-def other():
-    with paused(100_000):
-        inside.set()
-        leave.wait(30)
-thread = threading.Thread(target=other)
+def stay():
+    inside.set()
+    leave.wait(30)
+thread = threading.Thread(target=converting, args=(sys.argv[1] + "/thread", MANY, stay))
 thread.start()
 inside.wait(30)
 child = os.fork()
 if child == 0:
-    with paused(100_000):
-        paused_too = not gc.isenabled()
-    os._exit(0 if paused_too and gc.isenabled() else 1)
+    enabled = []
+    converting(sys.argv[1] + "/child", MANY, lambda: enabled.append(gc.isenabled()))
+    os._exit(0 if enabled == [False] and gc.isenabled() else 1)
 status = os.waitpid(child, 0)[1]
 leave.set()
 thread.join()
 assert gc.isenabled()
 raise SystemExit(os.waitstatus_to_exitcode(status))
-""")
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -102,20 +134,29 @@ def test_describing_many_tensors_runs_no_full_collection_and_shares_equal_shapes
     assert 2 not in during  # the oldest generation
 
 
-def test_young_tuples_are_visited_in_a_pause_unless_the_program_has_disabled_the_collector():
-    runs = []
-    names = [f"n{k}" for k in range(5000)]
-    gc.callbacks.append(lambda phase, info: runs.append(info["generation"]) if phase == "start" else None)
+def test_young_tuples_are_visited_in_a_pause_unless_the_program_has_disabled_the_collector(tmp_path):
+    for count in (5000, 10):
+        save_file({f"n{k}": np.zeros(1, np.int8) for k in range(count)}, tmp_path / f"{count}", durable=False)
+
+    def runs_of(count):
+        """The generations that are collected while tensors are described."""
+        runs = []
+        with safeload.open(tmp_path / f"{count}") as checkpoint:
+            gc.callbacks.append(lambda phase, info: runs.append(info["generation"]) if phase == "start" else None)
+            try:
+                infos = checkpoint.tensors
+            finally:
+                gc.callbacks.pop()
+        assert sorted(infos) == sorted(f"n{k}" for k in range(count))
+        assert all(info.parts == (name,) for name, info in infos.items())
+        return runs
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1 << 30)  # no collection but those that are asked for
     try:
-        with paused(5000):
-            tuples = list(collected_young(zip(names), 5000))
-        visited, runs[:] = [*runs], []
+        assert runs_of(5000) == ([] if "free-threading" in sys.version else [0])
+        assert runs_of(10) == []
         gc.disable()
-        with paused(5000):
-            assert list(collected_young(zip(names), 5000)) == tuples
-        assert list(collected_young(zip(names), 10)) == tuples
-        assert not runs
+        assert runs_of(5000) == runs_of(10) == []
     finally:
-        gc.callbacks.pop()
-    assert visited == ([] if "free-threading" in sys.version else [0])
-    assert tuples == [(name,) for name in names]
+        gc.set_threshold(*threshold)

@@ -5,7 +5,7 @@ import gguf.quants
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import dtypes, ffi, lib, show
+from builders.inside import dtypes, ffi, lib
 from builders.random import rng
 
 KINDS = {
@@ -152,7 +152,7 @@ def test_a_scalar_type_of_jax_is_known_by_its_dtype():
         ("Q8_0", ": it is a quantization scheme, see safeload.load_quantized"),
         ("q6_k", ": it is a quantization scheme"),
     ],
-    ids=lambda value: show(value)[:20],
+    ids=lambda value: repr(value)[:20],
 )
 def test_an_unknown_dtype_is_answered_with_the_nearest_that_works(dtype, end):
     among = [dtypes.BY_NAME[name] for name in ("float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32")]

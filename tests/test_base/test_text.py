@@ -1,17 +1,25 @@
 """Values in messages: escaped, short, never the content of a file."""
 
+import json
 import os
 import pickle
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import quantity, shorten, show
-from builders.inside import text_table as table
+from builders.inside import main
 
 import safeload
 from safeload import safe_open
 from safeload.numpy import load_file, save_file
+
+
+def shown(value, folder):
+    """A value as messages have it."""
+    with pytest.raises(TypeError, match=r"^rename must be \(expression, replacement\) pairs") as caught:
+        safeload.convert({"w": np.ones(1)}, folder / "x.npz", rename=[value])
+    return str(caught.value).partition(", got ")[2]
 
 
 class Rude:
@@ -38,15 +46,15 @@ class Rude:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_shown_value_is_short_and_printable(value):
-    text = show(value)
+def test_a_shown_value_is_short_and_printable(value, tmp_path):
+    text = shown(value, tmp_path)
     assert 0 < len(text) <= 200
     assert text.replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("value", ["", "a", "it's", b"\0", 3, 2.5, None, True, [1, "a"], {"k": 1}, (1,)])
-def test_a_short_value_is_shown_as_its_repr(value):
-    assert show(value) == repr(value)
+def test_a_short_value_is_shown_as_its_repr(value, tmp_path):
+    assert shown(value, tmp_path) == repr(value)
 
 
 CONTENTS = {
@@ -184,41 +192,68 @@ def test_no_message_holds_a_long_value(call, tmp_path):
     assert len(str(caught.value)) < 1000
 
 
-def test_shortened_names_keep_what_tells_them_apart():
+@pytest.fixture
+def shorten(monkeypatch):
+    """Gives the names of a narrow table: each has its line."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def shortened(names, columns):
+        _, *lines = safeload.stats(dict.fromkeys(names, WIDE)).lines(columns)
+        return [line.split("\n")[0] if "\n" in line else line.split("  ")[0] for line in lines]
+
+    return shortened
+
+
+WIDE = np.array([-1.23e-05, -9.87e10, 2.22e-07])  # its numbers take much of a line
+
+
+def test_shortened_names_keep_what_tells_them_apart(shorten):
     kinds = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
     names = [*(f"model.layers.{{0..31}}.{kind}.weight" for kind in kinds), "model.norm.weight"]
     for columns in range(22, 50):
         shown = shorten(names, columns)
         assert all(len(name) <= columns for name in shown)
+        assert max(map(len, shown)) == min(columns, max(map(len, names)))
         assert len(set(shown)) == len(names)
         assert all(kind.partition(".")[2] in name for kind, name in zip(kinds, shown, strict=False))
     assert shorten(names, None) == shorten(names, 100) == names
 
 
 @pytest.mark.parametrize("columns", [1, 2, 6, 20])
-def test_names_of_any_kind_fit(columns):
+def test_names_of_any_kind_fit(columns, shorten):
     names = ["", "a" * 100, "." * 100, "a." * 100_000, "{0..31}." * 9, "x.weight", "x.bias"]
     assert [len(name) <= columns for name in shorten(names, columns)] == [True] * len(names)
 
 
-def test_a_table_without_a_width_is_not_cut():
-    rows = [("n" * 500, "1"), ("m", "2" * 300)]
-    head, *lines = table(("name", "value"), rows, right=frozenset((1,)), columns=None)
-    assert [line.split() for line in lines] == [list(row) for row in rows]
+def test_a_table_without_a_width_is_not_cut(tmp_path, capsys):
+    shape, path = [1] * 60, tmp_path / "x.safetensors"
+    header = {"n" * 500: {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
+    header["m"] = {"dtype": "I8", "shape": shape, "data_offsets": [3, 4]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    assert main(["info", str(path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [line.split() for line in lines] == [
+        ["n" * 500, "I8", "[3]", "3", "B"],
+        ["m", "I8", *str(shape).split(), "1", "B"],
+    ]
     assert len(head) < 250
     assert len(lines[1]) < 500
 
 
-def test_a_narrow_table_gives_names_a_line():
-    rows = [(f"model.layers.{k}.self_attn.q_proj.weight", "BF16", "[14336, 4096]") for k in range(3)]
-    lines = table(("tensor", "dtype", "shape"), rows, right=frozenset(), columns=40)
-    assert lines[0] == "tensor\n  dtype  shape"
-    assert [line.splitlines()[1] for line in lines[1:]] == ["  BF16   [14336, 4096]"] * 3
+def test_a_narrow_table_gives_names_a_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    tensors = {f"model.layers.{k}.self_attn.q_proj.weight": np.array([1, 3], np.float32) for k in range(3)}
+    lines = safeload.stats(tensors).lines(40)
+    assert lines[0] == "tensor\n  min  max  mean  std  bad"
+    assert [line.splitlines()[1] for line in lines[1:]] == ["    1    3     2    1"] * 3
     assert len({line.splitlines()[0] for line in lines[1:]}) == 3
     assert all(len(part) <= 40 for line in lines for part in line.splitlines())
-    assert table(("tensor",), [], right=frozenset(), columns=40) == ["tensor"]
-    _, line = table(("tensor", "shape"), [("w", str([1] * 60))], right=frozenset(), columns=60)
-    assert len(line) < 40
+    assert safeload.stats({}).lines(40) == ["tensor  min  max  mean  std  bad"]
+    monkeypatch.setenv("COLUMNS", "200")  # with the shapes
+    _, line = safeload.stats({"w": np.ones((1,) * 32, np.float32)}).lines(60)
+    (shape,) = re.findall(r"\[1.*?(?=  )", line)
+    assert len(shape) == 30
 
 
 @pytest.mark.parametrize(
@@ -237,4 +272,7 @@ def test_a_narrow_table_gives_names_a_line():
     ],
 )
 def test_quantities(count, text):
-    assert quantity(count, "value") == text
+    report = safeload.check({"w": np.ones(2, np.float32)}, values=True)
+    assert report.checked == "1 name, 2 values"
+    report.stats["w"] = report.stats["w"]._replace(count=count)
+    assert report.checked == f"1 name, {text}"

@@ -666,7 +666,7 @@ def test_a_refused_mapping_is_read_instead(monkeypatch, tmp_path):
     def refuse(self):
         raise OSError(12, "Cannot allocate memory", self.path)
 
-    inside.tune(monkeypatch, map_file=refuse)
+    monkeypatch.setattr(inside.local.LocalStore, "map", refuse)
     loaded = load_file(path)
     assert_same(loaded, tensors)
     assert list(loaded) == ["big", "small", "empty"]

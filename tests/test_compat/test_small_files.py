@@ -97,7 +97,7 @@ def test_one_tensor_of_an_open_file_takes_few_steps(tmp_path, backend):
 
 def test_a_small_file_is_read_by_one_call_and_closed(tmp_path, monkeypatch):
     path = saved(tmp_path, many(3))
-    monkeypatch.setattr(inside.local, "LocalStore", None)  # what keeps a file open
+    monkeypatch.setattr(inside.local.LocalStore, "__init__", None)  # what keeps a file open
     for backend in BACKENDS:
         arrays = load_file(path, backend=backend)
         assert [array.tolist() for array in arrays.values()] == [[k] * 4 for k in range(3)]

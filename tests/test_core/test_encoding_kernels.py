@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import ENGINE_FORMATS, Encoding, dtypes, ffi, in_memory, lib, presets
+from builders.inside import Encoding, dtypes, ffi, in_memory, lib, presets
 from builders.inside import quantizing as encoding
 from builders.random import rng
+from builders.schemes import ENGINE_FORMATS
 from builders.thorough import part_of
 
 from safeload.errors import RangeError

@@ -5,7 +5,6 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
 from builders.inside import jobs
 from builders.random import rng
 
@@ -70,11 +69,24 @@ def test_small_tensors_of_any_dtype_at_any_offset(tmp_path, backend, dtype, odd)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_pools_of_bounded_size(tmp_path, monkeypatch, dtype):
-    inside.tune(monkeypatch, pool_size=300, pooled_below=100)
-    tensors = mixed(300) | {"large": rng.standard_normal((30, 30)).astype(np.float16)} | {"last": np.ones(2, np.int8)}
+def test_pools_of_bounded_size(tmp_path, dtype):
+    """Tensors of less than 1 MiB share pools of up to 16 MiB."""
+    tensors = {}
+    for k, some in enumerate(np.array_split(np.array([*mixed(300).items()], object), 60)):
+        tensors |= dict(some)
+        tensors[f"middle.{k}"] = rng.integers(-9, 9, (200_000 + k,)).astype(np.float16)
+    tensors |= {"large": rng.standard_normal((3000, 300)).astype(np.float16)} | {"last": np.ones(2, np.int8)}
     raw_file(tmp_path / "x", tensors)
-    assert_same(load_file(tmp_path / "x", backend="pread", dtype=dtype), tensors, dtype)
+    arrays = load_file(tmp_path / "x", backend="pread", dtype=dtype)
+    assert_same(arrays, tensors, dtype)
+    pools = {}
+    for array in arrays.values():
+        if 0 < array.nbytes < 1 << 20:
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            pools[id(array)] = array
+    assert 2 <= len(pools) <= 8
+    assert max(array.nbytes for array in pools.values()) <= (16 << 20) + 64
 
 
 def test_neighbours_are_read_by_one_job(tmp_path, monkeypatch):
@@ -95,7 +107,7 @@ def count_runs(monkeypatch):
         ran.append(list(batch.jobs))
         return real(batch, **keywords)
 
-    inside.tune(monkeypatch, run_batch=counting)
+    monkeypatch.setattr(jobs.Batch, "run", counting)
     return ran
 
 

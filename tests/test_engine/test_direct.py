@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,9 +12,8 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
 from builders.http_server import Server
-from builders.inside import address_of, available_cpus, direct_of, jobs, open_local, thread_count
+from builders.inside import jobs, thread_count
 from builders.random import rng
 
 import safeload
@@ -55,11 +55,10 @@ def path(folder):
 @pytest.fixture
 def on_disk(path):
     """The file, if its file system lets reads past the page cache, and tells what the cache holds."""
-    with contextlib.closing(open_local(path)) as store:
-        handle = store.use(direct_of)
-        if handle is None:
+    with safeload.open(path) as checkpoint:
+        checkpoint.load(backend="direct")
+        if checkpoint.last_load.backend != "direct":
             pytest.skip("needs O_DIRECT")
-        os.close(handle)
     drop(path)
     if cached(path):
         pytest.skip("a file system that keeps its files in memory")
@@ -107,7 +106,7 @@ def test_every_tensor_alone_and_into_given_arrays(path):
         raw = {name: np.zeros(array.nbytes + 64 + PAGE, np.uint8) for name, array in want.items()}
         out = {}
         for name, array in want.items():
-            begin = -address_of(raw[name]) % 64 + shift * array.itemsize
+            begin = -raw[name].ctypes.data % 64 + shift * array.itemsize
             out[name] = np.ndarray(array.shape, array.dtype, raw[name], begin)
         same(load_file(path, backend="direct", out=out), want)
         for name, array in want.items():
@@ -155,7 +154,7 @@ def test_last_load_says_which_it_was(on_disk, monkeypatch):
         assert checkpoint.last_load.backend == "direct"
         checkpoint.load(["f32"], out={"f32": np.empty((1100, 1000), np.float32)}, backend="direct")
         assert checkpoint.last_load.backend == "direct"
-        inside.tune(monkeypatch, direct_of=lambda handle: None)
+        monkeypatch.setattr(jobs, "direct_of", lambda handle: None)
         want = checkpoint.load(backend="pread")
         same(checkpoint.load(backend="direct"), want)
         assert checkpoint.last_load.backend == "pread"
@@ -170,7 +169,7 @@ def test_a_disk_that_refuses_while_it_is_read_is_read_through_the_cache(path, mo
     empty.touch()
     other = os.open(empty, os.O_RDONLY)
     number = {"a pipe": reading, "closed": 1 << 20, "another file": other}[how]
-    inside.tune(monkeypatch, direct_of=lambda handle: number if how == "closed" else os.dup(number))
+    monkeypatch.setattr(jobs, "direct_of", lambda handle: number if how == "closed" else os.dup(number))
     same(load_file(path, backend="direct"), load_file(path, backend="pread"))
     same(load_file(path, backend="direct", dtype="f4"), load_file(path, backend="pread", dtype="f4"))
     for descriptor in (reading, writing, other):
@@ -274,8 +273,10 @@ def test_many_threads_load_one_checkpoint(path):
     assert not failed
 
 
-def test_more_readers_than_processors_but_not_for_little():
-    assert thread_count(1 << 30, None, direct=True) == min(max(available_cpus(), 8), 16)
+def test_more_readers_than_processors_but_not_for_little(capsys):
+    safeload.show_config()
+    (cpus,) = re.findall(r"^threads +(\d+) at most", capsys.readouterr().out, re.M)
+    assert thread_count(1 << 30, None, direct=True) == min(max(int(cpus), 8), 16)
     assert thread_count(3 << 20, None, direct=True) == 1
     assert thread_count(1 << 30, 3, direct=True) == 3
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import SCHEMES, address_of, dtypes, fetch, jobs, restore
+from builders.inside import SCHEMES, dtypes, fetch, jobs, restore
 from builders.remote import Served
 
 import safeload.numpy
@@ -335,7 +335,7 @@ def test_a_part_in_a_store_that_has_no_bytes_is_not_waited_for(tmp_path):
     out = np.zeros((256, 256), np.float32)
     (packed,) = [file.table.packed.get(0) for file in local.weight_files if file.table.packed.get(0) is not None]
     empty = packed.parts["scale"]._replace(name="empty", file=scales, begin=0, end=0)
-    (job,) = restore.restore_jobs(packed, address_of(out), F32, "w")
+    (job,) = restore.restore_jobs(packed, out.ctypes.data, F32, "w")
     job = job._replace(packed=WithPart(job.packed, empty))
     jobs.Batch([job]).run()
     assert (out == safeload.load(tmp_path, dtype="float32")["w.weight"]).all()

@@ -5,9 +5,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import NativeError as Error
-from builders.inside import address_of, dtypes, ffi, jobs, lib, native_path
-from builders.inside import check_status as check
+from builders.inside import dtypes, ffi, jobs, lib, local
 from builders.packed_codes import ROWS, Case
 from builders.random import rng
 
@@ -22,14 +20,12 @@ def open_file(tmp_path):
     def open_bytes(data):
         path = tmp_path / f"{len(opened)}.bin"
         path.write_bytes(data)
-        file, error = ffi.new("sl_file *"), Error()
-        check(lib.sl_file_open(native_path(path)[1], file, error), error)
-        opened.append(file.handle)
-        return file.handle
+        opened.append(local.open_local(path))
+        return opened[-1].use(int)
 
     yield open_bytes
-    for handle in opened:
-        lib.sl_file_close(handle)
+    for store in opened:
+        store.close()
 
 
 def number(dtype):
@@ -50,7 +46,7 @@ def test_a_file_is_transposed_on_its_way(open_file, shape, target):
     out = np.zeros(shape[::-1], target)
     size = out.dtype.itemsize
     grid = jobs.JobGrid(*shape, (shape[1] * 2, 2, size, shape[0] * size))
-    job = jobs.Job(handle, 4, address_of(out), x.nbytes, number(source), number(target))
+    job = jobs.Job(handle, 4, out.ctypes.data, x.nbytes, number(source), number(target))
     assert run(job, grid) == x.nbytes
     np.testing.assert_array_equal(out, x.T.astype(target))
 
@@ -75,7 +71,7 @@ def test_columns_of_a_file_into_a_part_of_an_array(open_file, target):
 def test_a_file_that_ends_within_a_grid(open_file):
     handle = open_file(bytes(999))
     out = np.zeros((100, 5), np.uint16)
-    job = jobs.Job(handle, 0, address_of(out), 1000, number(np.uint16), number(np.uint16))
+    job = jobs.Job(handle, 0, out.ctypes.data, 1000, number(np.uint16), number(np.uint16))
     with pytest.raises(FormatError, match="999") as caught:
         run(job, jobs.JobGrid(100, 5, (10, 2, 10, 2)))
     assert caught.value.offset == 999
@@ -96,7 +92,7 @@ def test_grids_that_cannot_be(open_file, code, grid, size, fragment):
     out = np.zeros(100, np.uint8)
     row = dtypes.BY_CODE[code].number
     with pytest.raises(SafeloadError, match=fragment):
-        run(jobs.Job(handle, 0, address_of(out), size, row, row), jobs.JobGrid(*grid))
+        run(jobs.Job(handle, 0, out.ctypes.data, size, row, row), jobs.JobGrid(*grid))
     assert not out.any()
 
 
@@ -203,10 +199,10 @@ def test_rows_that_exceed_memory_are_refused(columns, rows, open_file):
     """The sum of a thread's buffers, and the product with the number of threads, must not wrap around."""
     factors, blocks = np.ones(256, np.float32), np.zeros(1 << 20, np.uint8)
     channels = ffi.new(
-        "sl_channels *", {"count": columns, "inner": 1, "factors": ffi.cast("float *", address_of(factors))}
+        "sl_channels *", {"count": columns, "inner": 1, "factors": ffi.cast("float *", factors.ctypes.data)}
     )
     job, cursor, error = ffi.new("sl_job *"), ffi.new("sl_cursor *"), ffi.new("sl_error *")
     setattr(job, "from", lib.SL_BF16)
     job.op, job.to, job.file, job.size = lib.SL_OP_WEIGHTED, lib.SL_Q4_0, open_file(bytes(1 << 20)), 2 * columns * rows
-    job.memory, job.channels = ffi.cast("void *", address_of(blocks)), channels
+    job.memory, job.channels = ffi.cast("void *", blocks.ctypes.data), channels
     assert lib.sl_jobs_run(job, 1, lib.SL_TIER_SCALAR, rows, 0, cursor, error) == lib.SL_E_MEMORY

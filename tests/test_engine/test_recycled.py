@@ -10,7 +10,6 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
 from builders.inside import buffer_pool
 
 from safeload.errors import UnsupportedError
@@ -51,7 +50,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch):
     counted = Memory(buffer_pool.short)
-    inside.tune(monkeypatch, short_of_memory=counted)
+    monkeypatch.setattr(buffer_pool, "short", counted)
     yield counted
     gc.collect()
     assert counted.sizes == {}

@@ -5,7 +5,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Ring, aligned_bytes, chunks_of, entries_of, parse_target, staged, tensors_of
+from builders.inside import Ring, dtypes, entries_of, staged, tensors_of
 from builders.paths import DATA
 from builders.quantized import FIXTURES, FOLDER, each_kind_with
 from builders.threads import threads
@@ -26,7 +26,7 @@ def ring_of(size, count=3, wait=None):
 
 
 def entries(checkpoint, dtype):
-    found = entries_of(tensors_of(checkpoint), parse_target(dtype))
+    found = entries_of(tensors_of(checkpoint), None if dtype is None else dtypes.BY_NAME[dtype])
     return [entry for entry in found if entry.target is not None]
 
 
@@ -89,10 +89,14 @@ def test_only_what_is_strided_in_the_file_is_made_as_a_whole(tmp_path):
 
 def test_a_row_that_does_not_fit_a_buffer_is_made_as_a_whole():
     with safeload.open(FOLDER / next(iter(FIXTURES))) as checkpoint:
+        want = checkpoint.load(dtype="float32")
         packed = [entry for entry in entries(checkpoint, "float32") if entry.packed is not None]
-    assert packed
-    assert all(chunks_of(entry, 8) is None for entry in packed)
-    assert all(chunks_of(entry, entry.nbytes) is not None for entry in packed)
+        assert packed
+        for entry in packed:
+            for size, whole in ((8, [entry.name]), (4 * entry.nbytes, [])):
+                got, alone = collected([entry], ring_of(size))
+                assert alone == whole
+                assert got[entry.name].tobytes() == values(want[entry.name])
 
 
 def test_the_order_is_that_of_the_tensors(tmp_path):
@@ -153,7 +157,7 @@ def test_several_buffers_at_a_time(tmp_path, workers, ordered):
 def test_a_buffer_is_made_only_if_none_is_free(tmp_path):
     """To pin memory takes as long as to read it."""
     made = []
-    ring = Ring(16384, 8, lambda number: made.append(number) or aligned_bytes(16384))
+    ring = Ring(16384, 8, lambda number: made.append(number) or np.empty(16384, np.uint8))
     numbers = [ring.take()[0] for _ in range(2)]
     for number in numbers * 3:
         ring.free(number)

@@ -425,7 +425,7 @@ def held(monkeypatch):
             assert sizes.pop(address) == size
             real.sl_memory_free(address, size)
 
-    inside.tune(monkeypatch, short_of_memory=Memory)
+    monkeypatch.setattr(buffer_pool, "short", Memory)
     return sizes
 
 

@@ -1,14 +1,14 @@
-"""Tables made in Python: tensors with strides, sharing bytes, not aligned, big-endian; every way to load them."""
+"""Tensors with strides, sharing bytes, not aligned, big-endian; every way to load them."""
 
 import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import ListedTable, Listing, c_strides, dtypes, open_without_table, registry
-from builders.torch_build import in_order
+from builders.torch_build import Storage, in_order, tensor, zip_file
 
-from safeload import Checkpoint, astype, errors
+import safeload
+from safeload import astype, errors
 
 pytestmark = pytest.mark.any_python
 
@@ -16,46 +16,35 @@ MIB = 1 << 20
 
 
 class Builder:
-    """A file of raw bytes with a table over it, and what its tensors are."""
+    """A torch checkpoint, and what its tensors are."""
 
-    def __init__(self, path, *, big_endian=False, start=0):
-        self.path = path
-        self.data = bytearray(start)
-        self.big = big_endian
-        self.listings = []
-        self.want = {}
+    def __init__(self, path, *, big_endian=False, shift=0):
+        self.path, self.shift = path, shift
+        self.order = "big" if big_endian else "little"
+        self.storages, self.value = [], {}
+        self.want, self.strides, self.ranges = {}, {}, {}
 
     def storage(self, array):
-        """Appends an array's bytes; returns where they begin."""
-        begin = len(self.data)
-        self.data += in_order(array, "big" if self.big else "little")
-        return begin
+        """Stores an array's bytes; returns what tensors are made over."""
+        self.storages.append(Storage(str(len(self.storages)), array))
+        return self.storages[-1]
 
-    def tensor(self, name, array, begin, offset=0, shape=None, strides=None):
-        """A tensor over elements of a storage that holds the flat ``array``."""
+    def tensor(self, name, storage, offset=0, shape=None, strides=None):
+        """A tensor over elements of a storage."""
+        array, item = storage.array, storage.array.itemsize
         shape = array.shape if shape is None else shape
-        item = array.itemsize
-        elements = strides or tuple(s // item for s in c_strides(shape, item))
+        self.strides[name] = np.empty(shape, array.dtype).strides if strides is None else [s * item for s in strides]
+        self.strides[name] = tuple(self.strides[name])
+        elements = tuple(s // item for s in self.strides[name])
         last = sum((n - 1) * s for n, s in zip(shape, elements, strict=True))
-        self.want[name] = np.lib.stride_tricks.as_strided(
-            array.reshape(-1)[offset:], shape, tuple(s * item for s in elements)
-        ).copy()
-        self.listings.append(
-            Listing(
-                name,
-                dtypes.BY_NAME[array.dtype.name],
-                shape,
-                begin + offset * item,
-                begin + (offset + last + 1) * item,
-                None if strides is None else tuple(s * item for s in strides),
-            )
-        )
+        self.ranges[name] = (storage.key, offset, offset + last + 1)
+        self.want[name] = np.lib.stride_tricks.as_strided(array[offset:], shape, self.strides[name]).copy()
+        self.value[name] = tensor(storage, shape, elements, offset)
 
     def open(self):
+        self.data = zip_file(self.value, order=self.order, shift=self.shift)
         self.path.write_bytes(self.data)
-        file = open_without_table(self.path)
-        file.table = ListedTable(self.listings, {"made": "here"}, big_endian=self.big)
-        return Checkpoint(registry.Opened(str(self.path), "test", [file], None, {}))
+        return safeload.open(self.path)
 
 
 def build(path, **options):
@@ -63,37 +52,37 @@ def build(path, **options):
     random = np.random.default_rng(3)
     f32 = random.standard_normal(1000).astype(np.float32)
     at = b.storage(f32)
-    b.tensor("flat", f32, at)
-    b.tensor("matrix", f32, at, 8, (20, 30))
-    b.tensor("transposed", f32, at, 8, (30, 20), (1, 30))
-    b.tensor("every other", f32, at, 1, (10, 7), (40, 2))
-    b.tensor("expanded", f32, at, 5, (4, 3), (0, 1))
-    b.tensor("unit axes", f32, at, 0, (1, 6, 1), (999, 1, 77))
-    b.tensor("scalar", f32, at, 999, ())
+    b.tensor("flat", at)
+    b.tensor("matrix", at, 8, (20, 30))
+    b.tensor("transposed", at, 8, (30, 20), (1, 30))
+    b.tensor("every other", at, 1, (10, 7), (40, 2))
+    b.tensor("expanded", at, 5, (4, 3), (0, 1))
+    b.tensor("unit axes", at, 0, (1, 6, 1), (999, 1, 77))
+    b.tensor("scalar", at, 999, ())
     bf16 = random.standard_normal(64).astype(ml_dtypes.bfloat16)
     at = b.storage(bf16)
-    b.tensor("bf16", bf16.reshape(8, 8), at)
-    b.tensor("bf16.T", bf16, at, 0, (8, 8), (1, 8))
+    b.tensor("bf16", at, 0, (8, 8))
+    b.tensor("bf16.T", at, 0, (8, 8), (1, 8))
     f64 = random.standard_normal(49)
-    b.tensor("f64", f64, b.storage(f64), 0, (5, 5), (10, 2))
+    b.tensor("f64", b.storage(f64), 0, (5, 5), (10, 2))
     c64 = (f64[:20] + 1j * f64[20:40]).astype(np.complex64)
-    b.tensor("c64", c64.reshape(4, 5), b.storage(c64))
+    b.tensor("c64", b.storage(c64), 0, (4, 5))
     i16 = np.arange(24, dtype=np.int16)
-    b.tensor("i16", i16, b.storage(i16), 0, (2, 3, 4), (1, 2, 6))
+    b.tensor("i16", b.storage(i16), 0, (2, 3, 4), (1, 2, 6))
     u8 = np.arange(11, dtype=np.uint8)
-    b.tensor("u8", u8, b.storage(u8))
+    b.tensor("u8", b.storage(u8))
     large = random.standard_normal(MIB).astype(np.float16)
     at = b.storage(large)
-    b.tensor("large", large.reshape(1024, 1024), at)
-    b.tensor("large.T", large, at, 0, (1024, 1024), (1, 1024))
+    b.tensor("large", at, 0, (1024, 1024))
+    b.tensor("large.T", at, 0, (1024, 1024), (1, 1024))
     return b
 
 
 KINDS = {
     "little": {},
     "big": {"big_endian": True},
-    "unaligned": {"start": 3},
-    "big unaligned": {"big_endian": True, "start": 1},
+    "unaligned": {"shift": 3},
+    "big unaligned": {"big_endian": True, "shift": 1},
 }
 
 
@@ -119,9 +108,7 @@ def test_each_tensor_is_what_its_strides_say(built, backend):
             same(checkpoint.load([name], backend=backend)[name], want, name)
             same(checkpoint[name], want, name)
             if name != "unit axes" or backend != "mmap":
-                listing = built.listings[list(built.want).index(name)]
-                strides = listing.strides or c_strides(listing.shape, want.itemsize)
-                assert loaded[name].strides == strides, name
+                assert loaded[name].strides == built.strides[name], name
 
 
 def sharing(arrays):
@@ -131,11 +118,10 @@ def sharing(arrays):
 
 
 def shared_in_file(built):
-    ranges = {listing.name: (listing.begin, listing.end) for listing in built.listings}
     return {
         frozenset((a, b))
-        for (a, (b0, e0)), (b, (b1, e1)) in itertools.combinations(ranges.items(), 2)
-        if b0 < e1 and b1 < e0
+        for (a, (s0, b0, e0)), (b, (s1, b1, e1)) in itertools.combinations(built.ranges.items(), 2)
+        if s0 == s1 and b0 < e1 and b1 < e0
     }
 
 
@@ -232,9 +218,10 @@ def test_a_refused_mapping_is_read_and_still_shared(built, monkeypatch):
 
 def test_a_file_that_ends_early_names_the_tensor(built):
     with built.open() as checkpoint:
+        flat = built.data.index(in_order(built.want["flat"], built.order))
         with built.path.open("r+b") as file:
-            file.truncate(100)
-        with pytest.raises(errors.FormatError, match=r"^tensor '.*: the file ends at byte 100, "):
+            file.truncate(flat + 100)
+        with pytest.raises(errors.FormatError, match=rf"^tensor '.*: the file ends at byte {flat + 100}, "):
             checkpoint.load(["flat"], backend="pread")
 
 
@@ -243,18 +230,31 @@ def test_progress_counts_each_byte_of_a_block_once(tmp_path):
     seen = []
     with built.open() as checkpoint:
         checkpoint.load(backend="pread", progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1][0] == seen[-1][1] == len(built.data)
+    assert seen[-1][0] == seen[-1][1] == sum(storage.array.nbytes for storage in built.storages)
 
 
-def test_tensors_that_hang_together():
-    row = dtypes.BY_CODE["U8"]
+def test_tensors_that_hang_together(tmp_path):
+    """They are read as one block, and nothing else is."""
     ranges = [(10, 20), (0, 5), (5, 10), (19, 30), (29, 31), (40, 40), (0, 1)]
-    table = ListedTable([Listing(str(k), row, (e - b,), b, e) for k, (b, e) in enumerate(ranges)])
-    assert [table.together(k) for k in range(7)] == [[0, 3, 4], [1, 6], [2], [0, 3, 4], [0, 3, 4], [5], [1, 6]]
-    assert table.shaped
-    assert not ListedTable([Listing("a", row, (5,), 0, 5), Listing("b", row, (5,), 5, 10)]).shaped
-    assert table.find("3") == 3
-    assert table.find("7") == -1
-    assert table.sorted_names() == list("0123456")
-    with pytest.raises(errors.TensorNotFoundError):
-        table.index("7")
+    storage = Storage("0", np.arange(41, dtype=np.uint8).repeat(MIB))
+    value = {str(k): tensor(storage, ((e - b) * MIB,), (1,), b * MIB) for k, (b, e) in enumerate(ranges)}
+    (tmp_path / "x.pt").write_bytes(zip_file(value))
+    with safeload.open(tmp_path / "x.pt") as checkpoint:
+        loaded = checkpoint.load(backend="pread")
+        for k, (begin, end) in enumerate(ranges):
+            np.testing.assert_array_equal(loaded[str(k)][::MIB], np.arange(begin, end))
+            steps = []
+            alone = checkpoint.load([str(k)], backend="pread", progress=lambda *step, steps=steps: steps.append(step))
+            np.testing.assert_array_equal(alone[str(k)], loaded[str(k)])
+            assert not steps or steps[-1] == ((end - begin) * MIB,) * 2
+        assert list(checkpoint) == list("0123456")
+        assert "3" in checkpoint
+        assert "7" not in checkpoint
+        with pytest.raises(errors.TensorNotFoundError):
+            checkpoint["7"]
+    blocks = {}
+    for name, array in loaded.items():
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        blocks.setdefault(id(array), []).append(name)
+    assert sorted(blocks.values()) == [["0", "3", "4"], ["1", "6"], ["2"], ["5"]]

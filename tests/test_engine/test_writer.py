@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy as upstream
 from builders import inside
 from builders.cuts import killed_at_the_end
-from builders.inside import AtomicFile, address_of, main, npy, npz
+from builders.inside import atomic_file, main, npy, npz
 from builders.thorough import part_of
 
 import safeload
@@ -759,7 +759,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_written(tmp_path, m
     def write(*arguments, **keywords):
         raise AssertionError("written before space was reserved")
 
-    inside.tune(monkeypatch, write_file=write)
+    monkeypatch.setattr(atomic_file.AtomicFile, "write", write)
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which of the two depends on the filesystem
         save_file({"x": array}, tmp_path / "x")
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
@@ -927,13 +927,13 @@ def test_the_exception_of_a_signal_right_after_the_file_was_created_removes_it(t
 
     monkeypatch.setattr(inside.atomic_file.os, "open", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        AtomicFile(tmp_path / "x", 5)
+        atomic_file.AtomicFile(tmp_path / "x", 5)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_whose_block_never_began_is_removed(tmp_path):
-    file = AtomicFile(tmp_path / "x", 5)
+    file = atomic_file.AtomicFile(tmp_path / "x", 5)
     assert len(os.listdir(tmp_path)) == 1
     del file
     gc.collect()
@@ -944,7 +944,7 @@ def test_a_file_whose_block_never_began_is_removed(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_an_exception_in_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
     data = np.arange(5, dtype=np.uint8)
-    with AtomicFile(tmp_path / "x", 5) as file:
+    with atomic_file.AtomicFile(tmp_path / "x", 5) as file:
         child = os.fork()
         if child == 0:
             try:
@@ -955,7 +955,7 @@ def test_an_exception_in_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
         (temporary,) = os.listdir(tmp_path)
         assert main(["edit", "--recover", str(tmp_path)]) == 0
         assert os.listdir(tmp_path) == [temporary]
-        file.write([(address_of(data), 5)])
+        file.write([(data.ctypes.data, 5)])
     assert (tmp_path / "x").read_bytes() == data.tobytes()
     assert os.listdir(tmp_path) == ["x"]
 
@@ -964,8 +964,8 @@ def test_an_exception_in_a_forked_child_leaves_the_file_to_its_parent(tmp_path):
 def test_a_sealed_file_needs_no_descriptor_and_appears_at_the_end(durable, tmp_path):
     data = np.arange(5, dtype=np.uint8)
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else None
-    with AtomicFile(tmp_path / "x", 5, durable=durable) as file:
-        file.write([(address_of(data), 5)])
+    with atomic_file.AtomicFile(tmp_path / "x", 5, durable=durable) as file:
+        file.write([(data.ctypes.data, 5)])
         file.seal()
         file.seal()  # twice is once
         if before is not None:
@@ -975,7 +975,7 @@ def test_a_sealed_file_needs_no_descriptor_and_appears_at_the_end(durable, tmp_p
     assert os.listdir(tmp_path) == ["x"]
 
     def fail():
-        with AtomicFile(tmp_path / "y", 5, durable=durable) as file:
+        with atomic_file.AtomicFile(tmp_path / "y", 5, durable=durable) as file:
             file.seal()
             raise ZeroDivisionError
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.dcp_build import Checkpoint, archive, grid, properties, record, sample, size, sparse
-from builders.inside import LocalStore
+from builders.inside import local
 from builders.paths import ROOT
 from builders.random import rng
 from builders.thorough import part_of
@@ -235,13 +235,13 @@ def test_of_a_large_checkpoint_one_tensor_opens_at_once_and_reads_one_chunk(tmp_
     folder = sparse(tmp_path / "large", tensors=100, chunks=16, rows=1024, columns=16384)
     assert sum(path.stat().st_size for path in folder.glob("*.distcp")) > 100 << 30
     sizes = []
-    read = LocalStore.read_into
+    read = local.LocalStore.read_into
 
     def counted(store, offset, memory):
         sizes.append(memoryview(memory).nbytes)
         read(store, offset, memory)
 
-    inside.tune(monkeypatch, read_into=counted)
+    monkeypatch.setattr(local.LocalStore, "read_into", counted)
     with safeload.open(folder) as opened:
         assert sum(sizes) < 1 << 20, "the metadata alone"
         assert opened.tensors["model.layers.99.weight"].shape == (16384, 16384)

@@ -500,11 +500,10 @@ def test_a_slice_reads_only_its_chunks(tmp_path, compress, monkeypatch):
     made.write(tmp_path)
     reads = []
     read_into = inside.local.LocalStore.read_into
-    inside.tune(
-        monkeypatch,
-        read_into=lambda store, offset, memory: (
-            reads.append(memoryview(memory).nbytes) or read_into(store, offset, memory)
-        ),
+    monkeypatch.setattr(
+        inside.local.LocalStore,
+        "read_into",
+        lambda store, offset, memory: reads.append(memoryview(memory).nbytes) or read_into(store, offset, memory),
     )
     with safeload.open(tmp_path) as opened:
         nodes = sum(reads)

@@ -61,7 +61,7 @@ def test_without_a_dtype_packed_tensors_get_that_of_the_config():
 
 @pytest.mark.parametrize("group", [1, 3000, jax_arrays.GROUP])
 def test_blocks_of_gguf_are_dequantized(tmp_path, monkeypatch, group):
-    inside.tune(monkeypatch, jax_group=group)
+    monkeypatch.setattr(jax_arrays, "GROUP", group)
     path = tmp_path / "model.gguf"
     weights = {"a": rng.normal(size=(8, 64)).astype(np.float32), "b": rng.normal(size=(4, 4, 32)).astype(np.float32)}
     safeload.convert({**weights, "c": np.float32([1, 2])}, path, quantize={"a": "q4_0", "b": "q8_0"})
@@ -106,7 +106,7 @@ def test_patterns_names_and_shards(tmp_path):
 @pytest.mark.parametrize("pad", range(0, 64, 8))
 def test_no_array_is_over_the_file(tmp_path, monkeypatch, pad, group):
     """Wherever the bytes begin: XLA takes memory at multiples of 64, whatever it is told."""
-    inside.tune(monkeypatch, jax_group=group)
+    monkeypatch.setattr(jax_arrays, "GROUP", group)
     path = tmp_path / "x.safetensors"
     arrays = {
         "large": rng.normal(size=(1024, 512)).astype(np.float32),

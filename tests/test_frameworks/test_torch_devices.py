@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import adapters, inside
-from builders.inside import entries_of, parse_target, tensors_of
+from builders.inside import dtypes, entries_of, tensors_of
 from builders.quantized import FIXTURES, FOLDER
 from builders.threads import threads
 
@@ -41,7 +41,7 @@ def small_ring(monkeypatch):
 
 
 def entries(checkpoint, dtype=None, names=None):
-    return entries_of(tensors_of(checkpoint, names), parse_target(dtype))
+    return entries_of(tensors_of(checkpoint, names), None if dtype is None else dtypes.BY_NAME[dtype])
 
 
 def load(path, dtype=None, copies=None, **options):
@@ -210,15 +210,15 @@ def test_the_steps_of_a_device_with_streams(tmp_path, small_ring, monkeypatch, p
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_small_neighbours_are_copied_to_the_device_together(tmp_path, small_ring, monkeypatch, dtype):
+def test_small_neighbours_are_copied_to_the_device_together(tmp_path, monkeypatch, dtype):
+    """Pieces of up to 64 KiB."""
     path = tmp_path / "x.safetensors"
     generator = np.random.default_rng(2)
-    sizes = [*range(1, 40), 3000, 5, 7, 3000, *range(1, 20)]
+    sizes = [*range(1, 40), 1_500_000, 5, 7, 1_500_000, *range(1, 20)]
     save_file({f"t{k:03}": generator.standard_normal(n).astype(np.float16) for k, n in enumerate(sizes)}, path)
     module, copied = Module(), []
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    inside.tune(monkeypatch, small_on_device=4096)
     together = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, parts: copied.append(len(to)) or together(to, parts))
     loaded = load(path, dtype, torch_devices.Copies(CPU, True))

@@ -250,19 +250,19 @@ def test_module_level_names_are_those_of_numpys_loader(path):
     array = safeload.load(path)["large"]
     tensor = torch.from_numpy(array)
     assert tensor.data_ptr() == array.ctypes.data
-    from builders.inside import from_arrays, to_array
+    from builders.inside import torch_arrays
 
-    assert from_arrays({"x": array})["x"].data_ptr() == array.ctypes.data
+    assert torch_arrays.from_arrays({"x": array})["x"].data_ptr() == array.ctypes.data
     for tensor in TENSORS.values():
-        assert to_array(tensor).ctypes.data == tensor.data_ptr()
+        assert torch_arrays.to_array(tensor).ctypes.data == tensor.data_ptr()
 
 
 def test_a_read_only_array_is_copied():
     import numpy as np
-    from builders.inside import from_array
+    from builders.inside import torch_arrays
 
     array = np.arange(3.0)
     array.flags.writeable = False
-    tensor = from_array(array, "x")
+    tensor = torch_arrays.from_array(array, "x")
     tensor.fill_(1)
     assert array.tolist() == [0, 1, 2]

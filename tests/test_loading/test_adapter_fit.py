@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.adapters import LORA, assert_merged, assert_same, pair, write
 from builders.clusters import signed
 from builders.paths import DATA
@@ -128,14 +127,15 @@ def change_of(rows, columns, count, seed, rank=2):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("tile", [1 << 22, 14])
-def test_experts_in_tiles(turned, tile, tmp_path, monkeypatch):
-    inside.tune(monkeypatch, merge_tile=tile)
-    shapes = {"m.experts.up": (3, 7, 14) if turned else (3, 14, 7), "m.experts.down": (3, 7, 7)}
-    base = model_of(tmp_path / "base", shapes)
-    adapter = experts_of(tmp_path / "lora", [(7, 7), (14, 7)])
+@pytest.mark.parametrize(("rows", "columns"), [(14, 7), (1700, 1300)])
+def test_experts_in_tiles(turned, rows, columns, tmp_path):
+    """A tile has up to 4 Mi elements."""
+    up = (3, columns, rows) if turned else (3, rows, columns)
+    base = model_of(tmp_path / "base", {"m.experts.up": up, "m.experts.down": (3, columns, columns)})
+    adapter = experts_of(tmp_path / "lora", [(columns, columns), (rows, columns)])
     merged, before = safeload.load(base, adapters=adapter), safeload.load(base)
-    for name, change in (("m.experts.down", change_of(7, 7, 3, 0)), ("m.experts.up", change_of(14, 7, 3, 1))):
+    changes = {"down": change_of(columns, columns, 3, 0), "up": change_of(rows, columns, 3, 1)}
+    for name, change in ((f"m.experts.{part}", change) for part, change in changes.items()):
         expected = before[name] + (change.swapaxes(1, 2) if turned else change)
         assert_merged(merged[name], expected, 4)
     safeload.convert(before, tmp_path / "out.safetensors", adapters=adapter)

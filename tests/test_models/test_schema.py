@@ -1,10 +1,11 @@
 """Schemas: values of expressions, tensors of published models, and which schema a config chooses."""
 
 import math
+import re
 from importlib.resources import files
 
 import pytest
-from builders.inside import Config, ConfigError, choosing
+from builders.inside import Config, choosing
 from builders.inside import model_families as families
 from builders.models import BUILT_IN_SCHEMAS, PUBLISHED, SMALL, small
 
@@ -103,9 +104,8 @@ def test_expressions(text, value):
     ],
 )
 def test_values_that_give_no_size(text, reason):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         Config(VALUES, {}).evaluate(text)
-    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
@@ -214,11 +214,11 @@ def test_defaults_and_configs():
         ({"vocab_size": -5}, "the size vocab_size must be >= 0, got -5"),
         ({"vocab_size": None}, "'vocab_size' is required, but config.json lacks it"),
     ):
-        with pytest.raises(ConfigError, match=reason.replace("(", r"\(")):
+        with pytest.raises(ValueError, match=reason.replace("(", r"\(")):
             llama.expand({**config, **change}, ())
-    with pytest.raises(ConfigError, match="division by zero"):
+    with pytest.raises(ValueError, match="division by zero"):
         llama.expand({**config, "num_attention_heads": 0}, ())
-    with pytest.raises(ConfigError, match=r"'vocab_size' is required, but there is no config\.json"):
+    with pytest.raises(ValueError, match=r"'vocab_size' is required, but there is no config\.json"):
         llama.expand(None, ())
 
 

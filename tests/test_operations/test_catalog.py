@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import Catalog, address_of, jobs
+from builders.inside import Catalog, jobs
 
 import safeload
 from safeload import QuantizedTensor, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -80,7 +80,7 @@ def test_a_catalog_gives_the_same_tensors_wherever_they_are(catalog):
     source = catalog.in_place("int8")
     assert (source.row.code, source.shape) == ("F32", (2, 32))
     values = np.zeros(source.shape, np.float32)
-    jobs.Batch(source.jobs(address_of(values), source.row.number)).run()
+    jobs.Batch(source.jobs(values.ctypes.data, source.row.number)).run()
     assert np.array_equal(values, TENSORS["int8"].dequantize())
     assert catalog.in_place("w").packed is None
 

@@ -108,11 +108,11 @@ def test_names_in_their_given_order(both, model):
     assert one == other
 
 
-def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
-    inside.tune(monkeypatch, copied_in_turn=1000)
+def test_tensors_in_any_order_and_across_buffers(both, tmp_path):
+    """More than 4 MiB are read ahead, in buffers of a quarter of the bytes."""
     tensors = {f"{k * 37 % 101}": tensor(("float32", "float16", "int64")[k % 3], (k * 97 % 900,)) for k in range(101)}
-    tensors["large"] = tensor("float32", (300_001,))  # several buffers of 64 KiB each
-    inside.tune(monkeypatch, copy_buffer_size=lambda total: 64 << 10)
+    tensors["large"] = tensor("float32", (2_000_001,))  # several buffers
+    tensors |= {f"after.{k}": tensor("float16", (k * 997 % 9001,)) for k in range(40)}
     source = unordered(tmp_path / "source.safetensors", tensors)
     for options in ({}, {"dtype": "float16"}, {"dtype": "float64"}):
         one, other = both(source, **options)
@@ -120,11 +120,10 @@ def test_tensors_in_any_order_and_across_buffers(both, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
-def test_blocks_are_dequantized(both, tmp_path, monkeypatch, suffix):
+def test_blocks_are_dequantized(both, tmp_path, suffix):
     """And those that stay as they are. Blocks have 32 or 256 elements; a large tensor takes several buffers."""
-    inside.tune(monkeypatch, copied_in_turn=1000, copy_buffer_size=lambda total: 64 << 10)
     tensors = {f"{k}.{scheme}": tensor("float32", (k, 3, 512)) for k in range(4) for scheme in SCHEMES}
-    tensors |= {"large.q4_k": tensor("float32", (300, 256)), "large.q8_0": tensor("float16", (3, 32_000))}
+    tensors |= {"large.q4_k": tensor("float32", (9000, 256)), "large.q8_0": tensor("float16", (3, 1_600_000))}
     tensors |= {"bias": tensor("float32", (5,)), "ids": tensor("int64", (3,))}
     quantize = {f"*.{scheme}": scheme for scheme in SCHEMES}
     safeload.convert(tensors, tmp_path / f"source{suffix}", quantize=quantize, format=suffix[1:])
@@ -193,15 +192,20 @@ def test_progress_ends_with_all_bytes(model, tmp_path):
         assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_no_thread_is_left(model, tmp_path, monkeypatch):
-    inside.tune(monkeypatch, copied_in_turn=0)
+def test_no_thread_is_left(model, tmp_path):
+    large = {"large": np.ones((3000, 1000), np.float32)}  # read ahead on a thread
     before = threading.active_count()
 
+    most = []
+
     def stop(done, total):
+        most.append(threading.active_count())
         raise KeyError("stop")
 
+    safeload.convert([model, large], tmp_path / "large.safetensors")
     with pytest.raises(KeyError):
-        safeload.convert(model, tmp_path / "a.safetensors", progress=stop)
+        safeload.convert(tmp_path / "large.safetensors", tmp_path / "a.safetensors", progress=stop)
+    assert max(most) > before
     assert threading.active_count() == before
     assert not (tmp_path / "a.safetensors").exists()
 
@@ -209,16 +213,26 @@ def test_no_thread_is_left(model, tmp_path, monkeypatch):
 # ---- writing small arrays together ----
 
 
-def test_small_arrays_are_written_together(tmp_path, monkeypatch):
+def test_small_arrays_are_written_together(tmp_path):
     """The bytes are those of arrays that are written one by one, whatever is between them."""
     tensors = many(200)
+    sizes = (1, 3000, 65_535, 65_536, 65_537)  # a small one has up to 64 KiB, and 1 MiB of them are written together
+    tensors |= {f"of {size} {k}": np.full(size, k, np.uint8) for k in range(30) for size in sizes}
+    assert sum(array.nbytes for array in tensors.values() if array.nbytes <= 65_536) > 3 << 20
     tensors["transposed"] = np.arange(12, dtype=np.float32).reshape(3, 4).T
     tensors["big-endian"] = np.arange(5, dtype=">f4")
     tensors["large"] = np.arange(100_000, dtype=np.float32)
-    for together in (1, 300, 1 << 20):
-        inside.tune(monkeypatch, copied_together=together)
-        save_file(tensors, tmp_path / f"{together}.safetensors")
-    inside.tune(monkeypatch, copied_small=-1)
-    save_file(tensors, tmp_path / "each.safetensors")
-    assert safeload.numpy.save(tensors) == (tmp_path / "each.safetensors").read_bytes()
-    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    save_file(tensors, tmp_path / "x.safetensors")
+    content = (tmp_path / "x.safetensors").read_bytes()
+    assert safeload.numpy.save(tensors) == content
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    assert header.keys() == tensors.keys()
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        assert entry["data_offsets"][0] == end
+        end = entry["data_offsets"][1]
+        array = tensors[name]
+        one = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
+        assert content[start:][slice(*entry["data_offsets"])] == one.tobytes()
+    assert start + end == len(content)

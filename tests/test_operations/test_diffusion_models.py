@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from builders.diffusion import FILE_TYPES, INNER, MODELS, model, others
+from builders.diffusion import FILE_TYPES, INNER, MODELS, QUANTIZED, model, others
 from builders.http_server import Server
-from builders.inside import Catalog, comfyui, diffusion_models, dtypes, main, quantized_diffusion
+from builders.inside import Catalog, comfyui, dtypes, main
 from builders.llama_quantize import digest
-from builders.paths import DATA
+from builders.paths import DATA, ROOT
 
 import safeload
 from safeload import FormatError, UnsupportedError, gguf
@@ -16,6 +16,7 @@ from safeload.numpy import save_file
 
 pytestmark = pytest.mark.no_core
 
+ROWS = json.loads((ROOT / "safeload" / "models" / "diffusion.json").read_text("utf-8"))
 EXPECTED = json.loads((DATA / "comfyui" / "files.json").read_text("utf-8"))
 
 
@@ -34,9 +35,9 @@ def convert(tensors, **options):
 
 
 def test_the_fixtures_have_every_architecture_and_file_type():
-    assert {name.split()[0] for name in MODELS} == diffusion_models().keys()
+    assert {name.split()[0] for name in MODELS} == ROWS.keys()
     assert EXPECTED["converted"].keys() == MODELS.keys()
-    assert EXPECTED["quantized"].keys() == set(quantized_diffusion())
+    assert EXPECTED["quantized"].keys() == set(QUANTIZED)
     assert all(row.keys() == set(FILE_TYPES) for row in EXPECTED["quantized"].values())
 
 
@@ -46,7 +47,7 @@ def test_files_equal_those_of_comfyuis_converter(name):
         assert convert(model(name, dtype)) == expected, dtype
 
 
-@pytest.mark.parametrize("name", quantized_diffusion())
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_files_equal_those_of_comfyuis_llama_quantize(name):
     """In one step from the checkpoint, and in two steps as with ComfyUI-GGUF's tools."""
     tensors = model(name)
@@ -198,7 +199,7 @@ def refused(error, message, tensors, **options):
         safeload.open("x.gguf")
 
 
-@pytest.mark.parametrize("name", [name for name in diffusion_models() if name not in quantized_diffusion()])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in QUANTIZED])
 @pytest.mark.parametrize("quantize", ["q4_k_m", {"*": "q8_0"}])
 def test_other_architectures_are_not_quantized(name, quantize):
     message = rf'quantizes the diffusion models flux, sdxl, sd1, not {name}: pass dtype="float16"'
@@ -212,7 +213,7 @@ def test_file_types_without_rules_are_refused(file_type):
     )
 
 
-@pytest.mark.parametrize("diffusers", [model.diffusers for model in diffusion_models().values() if model.diffusers])
+@pytest.mark.parametrize("diffusers", [row["diffusers"] for row in ROWS.values() if "diffusers" in row])
 def test_the_layout_of_diffusers_is_refused(diffusers):
     tensors = {"transformer_blocks.0.norm.weight": np.ones(8, np.float32), diffusers: np.ones((8, 8), np.float32)}
     refused(UnsupportedError, "is from Diffusers, but ComfyUI loads", tensors)
@@ -283,7 +284,7 @@ def test_there_and_back_is_the_identity(name, dtype):
     convert(tensors)
     safeload.convert("x.gguf", "back.safetensors", dtype=dtype)
     back = safeload.open("back.safetensors")
-    ignored = diffusion_models()[name.split()[0]].left_out
+    ignored = ROWS[name.split()[0]].get("left_out", ())
     expected = {key: array for key, array in tensors.items() if not any(part in key for part in ignored)}
     assert back.keys() == expected.keys()
     for key, array in expected.items():

@@ -25,10 +25,11 @@ from builders.engine_models import (
     write_experts,
     write_model,
 )
-from builders.inside import ENGINE_FORMATS, main, presets, sizes
+from builders.inside import main, presets, sizes
 from builders.models import small, write_folder
 from builders.paths import ROOT
 from builders.remote import Served
+from builders.schemes import ENGINE_FORMATS
 from builders.thorough import dealt
 
 import safeload

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.executors import Backwards, Lazy, Plain, echoed, processes
-from builders.inside import LocalStore, manifest
+from builders.inside import local, manifest
 from builders.models import small, write_folder
 from builders.quantized import FIXTURES
 from builders.thorough import part_of
@@ -219,8 +219,8 @@ def source(request, tmp_path):
 def test_every_format_without_a_mapping(source, monkeypatch):
     expected = everything(source)
     mapped = []
-    original = LocalStore.map
-    inside.tune(monkeypatch, map_file=lambda store: mapped.append(store.path) or original(store))
+    original = local.LocalStore.map
+    monkeypatch.setattr(local.LocalStore, "map", lambda store: mapped.append(store.path) or original(store))
     executor = Plain()
     assert everything(source, executor) == expected
     assert mapped == []

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.clusters import RESUME, content, record_of, run_pieces, waiting
-from builders.inside import Digest
+from builders.inside import atomic_file, local
 from builders.quantized import FIXTURES
 from builders.thorough import dealt
 
@@ -364,7 +363,7 @@ def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
             place = tmp_path / f"{Path(src).name}{len(options)}{options.get('dtype')}"
             plan = safeload.plan_convert(src, place, max_shard_size=LIMIT, **options)
             with monkeypatch.context() as patched:
-                inside.tune(patched, map_file=refuse)
+                patched.setattr(local.LocalStore, "map", refuse)
                 results = [safeload.run_piece(piece) for piece in plan.pieces]
             safeload.finalize(plan, results)
 
@@ -808,7 +807,7 @@ if __name__ == "__main__":
 
 def test_a_digest_of_large_and_small_writes():
     blocks = [np.random.default_rng(k).bytes(size) for k, size in enumerate((5, 0, 3 << 20, 1, 1 << 20))]
-    with Digest() as digest:
+    with atomic_file.Digest() as digest:
         for block in blocks:
             array = np.frombuffer(block, np.uint8)
             with digest.adding([(array.ctypes.data, array.size)] if array.size else [(0, 0)]):

@@ -5,9 +5,10 @@ import contextlib
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import ENGINE_FORMATS, SCHEMES, sizes
+from builders.inside import SCHEMES, sizes
 from builders.models import small, write_folder
 from builders.quantized import FOLDER
+from builders.schemes import ENGINE_FORMATS
 
 import safeload
 from safeload.errors import UnsupportedError

@@ -4,12 +4,13 @@ Layouts of the families: names, dtypes and shapes as their writers choose them, 
 """
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import Stored, families, finder, main, quantization_of
+from builders.inside import families, main
 from builders.random import rng
 from builders.thorough import part_of
 
@@ -481,11 +482,23 @@ def test_integers_that_a_config_names(tmp_path):
         "model.position_ids": codes(I32, 1, 64),
         "mask": codes(U8, 1, 1, 8, 8),
     }
-    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
-    assert list(finder.find(rows, quantization_of({"quantization_config": {"quant_method": "gptq"}}))) == [
-        f"{P}.qweight"
-    ]
-    assert not finder.find(rows)
+    save_file(tensors, tmp_path / "model.safetensors")
+    others = ["mask", "model.position_ids"]
+    assert_no_codes(tmp_path, tensors)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with safeload.open(tmp_path, stored=True) as opened:
+        assert opened.load(others, dtype="float32").keys() == safeload.stats(opened, names=others).keys() == {*others}
+        for call in (lambda: opened.load(dtype="float32"), lambda: safeload.stats(opened)):
+            with pytest.raises(UnsupportedError, match=rf"'{P}\.qweight' holds I32 codes"):
+                call()
+
+
+def assert_no_codes(path, tensors):
+    """Each stored tensor is taken for its numbers, from a file and from a dict."""
+    loaded = safeload.load(path, dtype="float32", stored=True)
+    assert loaded.keys() == safeload.stats(tensors).keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(loaded[name].astype(F32), tensor.astype(F32))
 
 
 @pytest.mark.parametrize(
@@ -505,27 +518,40 @@ def test_integers_that_a_config_names(tmp_path):
     ],
     ids=range(11),
 )
-def test_what_are_no_codes(tensors):
-    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
-    assert not finder.find(rows)
+def test_what_are_no_codes(tensors, tmp_path):
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert_no_codes(tmp_path / "x.safetensors", tensors)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 1), (1,)])
-def test_a_scale_of_quark_may_have_an_element_per_code(shape):
+def test_a_scale_of_quark_may_have_an_element_per_code(shape, tmp_path):
     """Its name ends as that of a norm's parameter, which has one per column."""
     tensors = {"w.weight": codes(F8, 8, 8), "w.weight_quantizer.scale": floats(F32, *shape)}
-    rows = {name: Stored(inside.dtypes.BY_NAME[t.dtype.name], t.shape) for name, t in tensors.items()}
-    assert finder.find(rows)["w.weight"].scale == "w.weight_quantizer.scale"
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(UnsupportedError, match=r"'w.weight' holds .* codes, whose scale is 'w.weight_quantizer.scale'"):
+        safeload.load(tmp_path / "x.safetensors", stored=True, dtype="float32")
 
 
 @pytest.mark.parametrize("family", [row for row in families() if row.required], ids=lambda family: family.name[:60])
-def test_codes_of_each_family_are_recognized_by_their_names(family):
+def test_codes_of_each_family_are_recognized_by_their_names(family, tmp_path):
     name = f"{P}.weight" if family.main == "" else P + family.main
     stem = name.removesuffix(family.main)
-    rows = {name: Stored(inside.dtypes.BY_CODE[min(family.dtypes)], (8, 1))}
-    for suffixes in family.required.values():
-        rows[stem + suffixes[0]] = Stored(inside.dtypes.BY_CODE["F32"], (8, 1))
-    assert name in finder.find(rows) or ".scale" in family.required["scale"]  # of norms too
+    code = "U8" if "U8" in family.dtypes else min(family.dtypes)
+    rows = {name: code}
+    for role, suffixes in family.required.items():
+        rows[stem + suffixes[0]] = "F32" if role == "scale" else "U8"
+    header, end = {}, 0
+    for tensor, dtype in rows.items():
+        begin, end = end, end + inside.dtypes.BY_CODE[dtype].bits  # bytes of 8 elements
+        header[tensor] = {"dtype": dtype, "shape": [8, 1], "data_offsets": [begin, end]}
+    text, path = json.dumps(header).encode(), tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    with safeload.open(path, stored=True) as opened:
+        if ".scale" in family.required.get("scale", ()):  # of norms too
+            opened.load(dtype="float32")
+            return
+        with pytest.raises(UnsupportedError, match=rf"'{re.escape(name)}' holds {code} (codes|values)"):
+            opened.load(dtype="float32")
 
 
 def test_int8_of_our_own_is_no_riddle(tmp_path):

@@ -3,10 +3,12 @@
 So is a format that we write for an engine.
 """
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
-from builders.paths import ROOT
+import safeload
 
 FAMILY = """
 from ..core import packing
@@ -38,14 +40,14 @@ import json
 import sys
 
 import numpy as np
-from builders.inside import families, family_modules
+
+folder = sys.argv[1]
+sys.path.insert(0, folder)
 
 import safeload
 from safeload.numpy import save_file
 
-folder = sys.argv[1]
-sys.modules[families.__module__.rpartition(".")[0]].__path__.append(folder)
-family_modules.append("toy")
+assert safeload.__file__.startswith(folder)
 codes = np.arange(48, dtype=np.uint8).reshape(4, 12)
 steps = np.array([1, 2, 4, 8], np.float32)
 path = f"{folder}/model.safetensors"
@@ -83,5 +85,12 @@ assert (opened["a.weight"] == loaded["a.weight"].dequantize()).all() and (opened
 
 
 def test_a_family_is_a_module_and_a_name(tmp_path):
-    (tmp_path / "toy.py").write_text(FAMILY)
-    subprocess.run([sys.executable, "-c", USE, str(tmp_path)], check=True, cwd=ROOT / "tests", timeout=120)
+    """Written into a copy of the package."""
+    package = Path(safeload.__file__).parent
+    shutil.copytree(package, tmp_path / "safeload", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "safeload" / "quant"
+    (folder / "toy.py").write_text(FAMILY)
+    text = (folder / "families.py").read_text("utf-8")
+    assert text.count("\nMODULES = [\n") == 1
+    (folder / "families.py").write_text(text.replace("\nMODULES = [\n", '\nMODULES = [\n    "toy",\n'), "utf-8")
+    subprocess.run([sys.executable, "-c", USE, str(tmp_path)], check=True, cwd=tmp_path, timeout=120)

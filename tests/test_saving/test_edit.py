@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AtomicFile, main, recover_edit
+from builders.inside import atomic_file, main, recover_edit
 from builders.thorough import THOROUGH
 
 import safeload
@@ -318,7 +318,7 @@ def test_recovery_leaves_files_that_are_being_written(path, sealed):
     left = path.parent / f".{path.name}.0123456789abcdef.tmp"
     left.write_bytes(b"of a killed process")
     data = path.read_bytes()
-    with AtomicFile(path, len(data)) as file, AtomicFile(path.parent / "other.safetensors", 1):
+    with atomic_file.AtomicFile(path, len(data)) as file, atomic_file.AtomicFile(path.parent / "other.safetensors", 1):
         with file.stream() as stream:
             stream.write(data[:-8] + bytes(8))
         if sealed:  # as shards that wait for the last one
@@ -344,7 +344,7 @@ def test_recovery_leaves_temporary_files_of_filesystems_without_locks(path, monk
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
     data = path.read_bytes()
-    with AtomicFile(path, len(data)) as file:
+    with atomic_file.AtomicFile(path, len(data)) as file:
         with file.stream() as stream:
             stream.write(data)
         begin, end = os.pipe()

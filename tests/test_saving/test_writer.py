@@ -10,8 +10,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
-from builders.inside import AtomicFile
+from builders.inside import atomic_file
 
 import safeload
 
@@ -293,7 +292,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(name, value, error, 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch):
-    written = AtomicFile.write
+    written = atomic_file.AtomicFile.write
 
     def fail(file, pieces):
         written(file, pieces)
@@ -304,7 +303,7 @@ def test_bytes_of_a_tensor_that_failed_are_cut_off(folder, tmp_path, monkeypatch
     with safeload.Writer(path) as writer:
         writer.add("first", first)
         with monkeypatch.context() as patch:
-            inside.tune(patch, write_file=fail)
+            patch.setattr(atomic_file.AtomicFile, "write", fail)
             with pytest.raises(OSError, match="No space left"):
                 writer.add("second", np.ones((3000, 1500), np.float32).T)  # more than memory takes
     same(safeload.load(path), {"first": first})

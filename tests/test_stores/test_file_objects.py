@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from builders.format_files import make
-from builders.inside import LocalStore, registry
+from builders.inside import local, registry
 from builders.random import rng
 
 import safeload
@@ -187,7 +187,7 @@ def test_compressed_npz_and_broken_zip_are_read_as_from_a_path(tmp_path):
 def test_an_open_file_is_mapped_and_outlives_its_object(tmp_path):
     with opened("buffered", DATA, tmp_path) as file:
         checkpoint = safeload.open(file)
-    assert isinstance(checkpoint.weight_files[0].store, LocalStore)
+    assert isinstance(checkpoint.weight_files[0].store, local.LocalStore)
     os.unlink(tmp_path / "weights.bin")
     assert same(checkpoint)
     assert same(checkpoint.load(backend="pread"))
@@ -436,7 +436,7 @@ def test_a_copied_file_object_leaves_no_file_and_no_descriptor(kind, tmp_path, m
     assert same(again)
     again.close()
     store = checkpoint.weight_files[0].store
-    assert isinstance(store, LocalStore)
+    assert isinstance(store, local.LocalStore)
     assert store._descriptor is None
     gc.collect()
 

@@ -19,7 +19,7 @@ from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
-from builders.inside import Filesystem, LocalStore, RemoteFiles, Span, thread_group  # noqa: E402
+from builders.inside import Filesystem, RemoteFiles, local, thread_group  # noqa: E402
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -93,8 +93,8 @@ def assert_reads(store):
     memory = bytearray(len(CONTENT))
     store.read_into(0, memory)
     assert memory == CONTENT
-    gap = [Span(10, memoryview(bytearray(5))), Span(1000, memoryview(bytearray(7)))]
-    if not isinstance(store, LocalStore):
+    gap = [local.Span(10, memoryview(bytearray(5))), local.Span(1000, memoryview(bytearray(7)))]
+    if not isinstance(store, local.LocalStore):
         store.read_spans(gap)
         assert [bytes(span.memory) for span in gap] == [CONTENT[10:15], CONTENT[1000:1007]]
         store.confirm()
@@ -107,7 +107,7 @@ def test_the_bytes_are_right(chain, memory, tmp_path):
     store = RemoteFiles(options).open(url)
     assert store.size == len(CONTENT) == store.version[0]
     assert store.path == url
-    assert isinstance(store, LocalStore) == (chain in ("filecache::", "simplecache::"))
+    assert isinstance(store, local.LocalStore) == (chain in ("filecache::", "simplecache::"))
     assert_reads(store)
     store.close()
 
@@ -130,7 +130,7 @@ def test_a_read_takes_one_call(faulty):
     store.read_at(0, 8)
     store.read_at(100, 1000)
     assert faulty.reads == [(0, 128 << 10)]
-    spans = [Span(200_000, memoryview(bytearray(10))), Span(200_100, memoryview(bytearray(10)))]
+    spans = [local.Span(200_000, memoryview(bytearray(10))), local.Span(200_100, memoryview(bytearray(10)))]
     store.read_spans(spans)
     assert faulty.reads[1:] == [(200_000, 200_110)]
     store.confirm()
@@ -326,7 +326,7 @@ def test_many_threads_read_at_once(chain, memory, tmp_path):
     store = RemoteFiles(options).open(beneath(chain, memory, tmp_path))
     result = bytearray(len(CONTENT))
     view = memoryview(result)
-    parts = [Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
+    parts = [local.Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
     thread_group.run((lambda part=part: store.read_spans([part]) for part in parts), 16)
     assert result == CONTENT
 
@@ -426,7 +426,7 @@ def test_file_urls_are_files_of_this_machine(tmp_path):
     files = RemoteFiles()
     url = path.as_uri()
     store = files.open(url)
-    assert isinstance(store, LocalStore)
+    assert isinstance(store, local.LocalStore)
     assert (store.path, store.size) == (url, len(CONTENT))
     assert files.listing(tmp_path.as_uri()) == [("a b%23.bin", False)]
     assert files.is_folder(tmp_path.as_uri())
@@ -439,7 +439,7 @@ def test_file_urls_are_files_of_this_machine(tmp_path):
 def test_a_local_filesystem_object_opens_files_of_this_machine(tmp_path):
     (tmp_path / "model.bin").write_bytes(CONTENT)
     store = Filesystem(LocalFileSystem()).open((tmp_path / "model.bin").as_uri())
-    assert isinstance(store, LocalStore)
+    assert isinstance(store, local.LocalStore)
     assert_reads(store)
 
 

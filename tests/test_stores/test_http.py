@@ -18,7 +18,7 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import HttpStore, RemoteFiles, Span, Web, thread_group
+from builders.inside import HttpStore, RemoteFiles, Web, local, thread_group
 from builders.remote import WINDOW, read
 
 from safeload import FormatError, UnsupportedError
@@ -255,7 +255,7 @@ def test_an_expired_url_is_resolved_again():
         store = HttpStore("s3://bucket/a", resolve, client.Client({}))
         valid[0] = 1
         memory = [bytearray(1000) for _ in range(8)]
-        spans = [[Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
+        spans = [[local.Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
         thread_group.run([functools.partial(store.read_spans, one) for one in spans], 8)
         assert b"".join(memory) == CONTENT[WINDOW : WINDOW + 8000]
         assert len(issued) == 2

@@ -18,7 +18,7 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import Span, Web, thread_group
+from builders.inside import Web, local, thread_group
 from builders.remote import WINDOW, read
 from builders.threads import threads
 
@@ -85,7 +85,8 @@ def test_many_threads_read_at_once():
         memory = bytearray(len(CONTENT))
         view, step = memoryview(memory), len(CONTENT) // 64
         tasks = [
-            functools.partial(store.read_spans, [Span(at, view[at : at + step])]) for at in range(0, len(CONTENT), step)
+            functools.partial(store.read_spans, [local.Span(at, view[at : at + step])])
+            for at in range(0, len(CONTENT), step)
         ]
         thread_group.run(tasks, 16)
         assert memory == CONTENT
@@ -147,7 +148,7 @@ def test_a_read_ends_at_once(where, tls):
     with serve(fault, tls=tls) as there:
         store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
         memory = bytearray(len(CONTENT))
-        tasks = [functools.partial(store.read_spans, [Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
+        tasks = [functools.partial(store.read_spans, [local.Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
         until = [None]
 
         def ready():

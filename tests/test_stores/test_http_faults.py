@@ -8,7 +8,7 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import Span, Web
+from builders.inside import Web, local
 from builders.remote import WINDOW, read
 
 from safeload import FormatError, UnsupportedError
@@ -379,7 +379,7 @@ def test_gaps_between_spans_are_thrown_away():
     with serve(server.short(200_000, first=1, times=2)) as there:
         store = Web({}).open(there.url("/a"))
         memories = [bytearray(size) for _, size in places]
-        store.read_spans([Span(at, memoryview(m)) for (at, _), m in zip(places, memories, strict=True)])
+        store.read_spans([local.Span(at, memoryview(m)) for (at, _), m in zip(places, memories, strict=True)])
         assert [bytes(m) for m in memories] == [CONTENT[at : at + size] for at, size in places]
         assert [request.range[0] for request in there.requests] == [0, WINDOW, WINDOW + 200_000, WINDOW + 400_000]
         store.close()

@@ -19,7 +19,7 @@ pytest.importorskip("urllib3")
 
 from builders import http_faults
 from builders.hub import Hub, Repository
-from builders.inside import RemoteFiles, Span, cleaned
+from builders.inside import RemoteFiles, cleaned, local
 from builders.inside import http_client as retries
 
 from safeload import FormatError, UnsupportedError
@@ -76,7 +76,7 @@ def test_a_file_takes_one_request_of_each_kind_and_one_for_its_bytes(server, fil
     assert store.read_at(0, 1000) == CONTENT[:1000]
     assert server.kinds == {"api": 1, "resolve": 1, "cdn": 1}
     memory = bytearray(500_000)
-    store.read_spans([Span(300_000, memoryview(memory))])
+    store.read_spans([local.Span(300_000, memoryview(memory))])
     assert memory == CONTENT[300_000:800_000]
     assert server.kinds == {"api": 1, "resolve": 1, "cdn": 2}
     assert all("if-match" in request.headers for request in server.cdn.requests[1:])
@@ -169,7 +169,7 @@ def test_a_file_that_changes_beneath_its_commit_is_an_error(server, files):
     server.cdn.files[path] = CONTENT[::-1]
     memory = bytearray(10)
     with pytest.raises(FormatError, match="changed since it was opened"):
-        store.read_spans([Span(1_000_000, memoryview(memory))])
+        store.read_spans([local.Span(1_000_000, memoryview(memory))])
     assert memory == bytes(10)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("urllib3")
 
 import huggingface_hub
 from builders.hub import Hub
-from builders.inside import LocalStore, RemoteFiles, hub_cache
+from builders.inside import RemoteFiles, hub_cache, local
 
 import safeload
 from safeload import FormatError, UnsupportedError, VerificationError
@@ -94,7 +94,7 @@ def test_a_complete_snapshot_of_a_commit_takes_no_request(server, cache):
     assert_right(load(server, f"hf://owner/name@{commit}"))
     files = RemoteFiles(options_of(server))
     assert files.listing(f"hf://owner/name@{commit}/unet") == [("model.safetensors", False)]
-    assert isinstance(files.open(f"hf://owner/name@{commit}/unet/model.safetensors"), LocalStore)
+    assert isinstance(files.open(f"hf://owner/name@{commit}/unet/model.safetensors"), local.LocalStore)
     assert not server.kinds
 
 

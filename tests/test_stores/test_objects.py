@@ -14,11 +14,7 @@ import pytest
 
 fsspec = pytest.importorskip("fsspec")
 
-from builders.inside import (  # noqa: E402
-    LocalStore,
-    Span,
-    thread_group,
-)
+from builders.inside import local, thread_group  # noqa: E402
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
@@ -39,7 +35,7 @@ SECRET = "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
 def read(store):
     memory = bytearray(store.size)
     store.read_into(0, memory)
-    if not isinstance(store, LocalStore):
+    if not isinstance(store, local.LocalStore):
         store.confirm()
     return bytes(memory)
 
@@ -91,7 +87,7 @@ def test_a_folder_in_a_filesystem(folder):
 def test_a_local_filesystem_leads_to_files_of_this_machine(tmp_path):
     (tmp_path / "model.bin").write_bytes(CONTENT)
     store = opened(of_fsspec(fsspec.filesystem("file"), str(tmp_path / "model.bin")))
-    assert isinstance(store, LocalStore)
+    assert isinstance(store, local.LocalStore)
     assert read(store) == CONTENT
 
 
@@ -184,7 +180,7 @@ def test_the_bytes_of_an_obstore_are_right(store):
     assert opened_store.size == len(CONTENT)
     assert read(opened_store) == CONTENT
     memory = [bytearray(10), bytearray(20)]
-    opened_store.read_spans([Span(500_000, memoryview(memory[0])), Span(500_100, memoryview(memory[1]))])
+    opened_store.read_spans([local.Span(500_000, memoryview(memory[0])), local.Span(500_100, memoryview(memory[1]))])
     assert memory == [CONTENT[500_000:500_010], CONTENT[500_100:500_120]]
     assert str(place).endswith("folder/model.bin")
 
@@ -220,7 +216,7 @@ def test_an_object_of_an_obstore_that_is_replaced_midway_is_an_error(same_size, 
     store.put("folder/model.bin", CONTENT[::-1][not same_size :])
     memory = bytearray(100)
     with pytest.raises(FormatError, match="changed since it was opened") as caught:
-        opened_store.read_spans([Span(500_000, memoryview(memory))])
+        opened_store.read_spans([local.Span(500_000, memoryview(memory))])
     assert (caught.value.path, memory) == (place.path, bytes(100))
 
 
@@ -257,7 +253,7 @@ def test_many_threads_read_an_obstore_at_once(store):
     opened_store = opened(of_obstore(store, "folder/model.bin"))
     result = bytearray(len(CONTENT))
     view = memoryview(result)
-    parts = [Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
+    parts = [local.Span(k, view[k : k + 50_000]) for k in range(0, len(CONTENT), 50_000)]
     thread_group.run((lambda part=part: opened_store.read_spans([part]) for part in parts), 16)
     assert result == CONTENT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.http_server import Server
-from builders.inside import LOCAL, AtomicFile, RemoteFiles
+from builders.inside import LOCAL, RemoteFiles, atomic_file
 from builders.remote import Served
 
 import safeload
@@ -81,7 +81,7 @@ def test_functions_for_local_files_do_not_repeat_the_secrets_of_a_url(path, func
     call = {
         "load_file": safeload.numpy.load_file,
         "save_file": lambda path: safeload.numpy.save_file({"w": np.ones(3)}, path),
-        "AtomicFile": lambda path: AtomicFile(path, 5),
+        "AtomicFile": lambda path: atomic_file.AtomicFile(path, 5),
         "convert": lambda path: safeload.convert({"w": np.ones(3)}, path),
     }[function]
     with pytest.raises((OSError, ValueError, safeload.UnsupportedError, TypeError)) as caught:

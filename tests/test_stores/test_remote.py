@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import RemoteStore, Span
+from builders.inside import RemoteStore, local
 from builders.remote import WINDOW, Served
 
 import safeload
@@ -178,7 +178,7 @@ def test_stores_are_not_copied(way):
 
 
 def test_a_span_knows_its_end():
-    assert Span(5, memoryview(bytearray(3))).end == 8
+    assert local.Span(5, memoryview(bytearray(3))).end == 8
 
 
 @pytest.mark.parametrize("size", [5, 100_000])
@@ -213,7 +213,7 @@ def test_a_closed_checkpoint_gives_nothing_more_not_even_what_came_with_the_firs
 FORKED = inside.program("""
 import os, signal, sys, threading, warnings
 warnings.simplefilter("ignore")
-from builders.inside import RemoteStore, Span
+from builders.inside import RemoteStore
 from builders.remote import WINDOW
 
 class Store(RemoteStore):

@@ -22,8 +22,8 @@ from builders.inside import (  # noqa: E402
     FsspecStore,
     HttpStore,
     RemoteFiles,
-    Span,
     http_client,
+    local,
     thread_group,
 )
 
@@ -89,7 +89,7 @@ def test_the_bytes_are_right_either_way(files, request):
     assert (store.path, store.size) == (FILE, len(CONTENT))
     assert read(store) == CONTENT
     memory = [bytearray(10), bytearray(20)]
-    store.read_spans([Span(500_000, memoryview(memory[0])), Span(500_100, memoryview(memory[1]))])
+    store.read_spans([local.Span(500_000, memoryview(memory[0])), local.Span(500_100, memoryview(memory[1]))])
     assert memory == [CONTENT[500_000:500_010], CONTENT[500_100:500_120]]
 
 
@@ -106,7 +106,7 @@ def test_an_object_that_is_replaced_midway_is_an_error(same_size, files, fs):
     fs.pipe_file(FILE, other)
 
     def read_late():
-        store.read_spans([Span(1_000_000, memoryview(bytearray(1000)))])
+        store.read_spans([local.Span(1_000_000, memoryview(bytearray(1000)))])
         store.confirm()
 
     with pytest.raises(FormatError, match="changed since it was opened") as caught:
@@ -241,7 +241,7 @@ def test_many_threads_read_at_once(files):
         stores = list(pool.map(lambda k: files.open(FILE), range(8)))
     result = bytearray(len(CONTENT))
     view = memoryview(result)
-    parts = [Span(k, view[k : k + 250_000]) for k in range(0, len(CONTENT), 250_000)]
+    parts = [local.Span(k, view[k : k + 250_000]) for k in range(0, len(CONTENT), 250_000)]
     thread_group.run((lambda k=k, part=part: stores[k].read_spans([part]) for k, part in enumerate(parts)), 8)
     assert result == CONTENT
 

@@ -2,12 +2,7 @@
 
 import numpy as np
 import pytest
-from builders.inside import (
-    mapping_of,
-    open_local,
-    open_without_table,
-    read_at,
-)
+from builders.inside import local, open_without_table
 
 import safeload
 from safeload.errors import FormatError
@@ -41,7 +36,7 @@ def path(tmp_path):
 
 
 def of_both_kinds(path):
-    yield open_local(path)
+    yield local.open_local(path)
     yield Plain(path.read_bytes())
 
 
@@ -52,15 +47,15 @@ def test_a_store_fills_memory_of_every_kind(path):
         for memory in (bytearray(5), memoryview(bytearray(5)), np.empty(5, np.uint8)):
             store.read_into(3, memory)
             assert bytes(memory) == data[3:8]
-        assert read_at(store, store.size - 2, 10) == data[-2:]
-        assert read_at(store, store.size + 2, 10) == read_at(store, 0, 0) == b""
+        assert local.read_at(store, store.size - 2, 10) == data[-2:]
+        assert local.read_at(store, store.size + 2, 10) == local.read_at(store, 0, 0) == b""
         with pytest.raises(FormatError):
             store.read_into(store.size - 1, bytearray(2))
         store.close()
 
 
 def test_a_closed_local_file_is_not_read(path):
-    store = open_local(path)
+    store = local.open_local(path)
     store.close()
     with pytest.raises(ValueError, match="is closed"):
         store.read_into(0, bytearray(1))
@@ -75,9 +70,12 @@ def test_messages_name_the_path_that_is_shown(path):
 
 
 def test_only_a_local_file_has_a_mapping(path):
-    local, plain = of_both_kinds(path)
-    assert bytes(mapping_of(local)) == path.read_bytes()
-    assert mapping_of(plain) is None
+    for given, backend in ((path, "mmap"), (Plain(path.read_bytes()), "remote")):
+        with safeload.open(given) as opened:
+            loaded = opened.load(backend="mmap")
+            assert opened.last_load.backend == backend
+        for name, array in WEIGHTS.items():
+            np.testing.assert_array_equal(loaded[name], array)
 
 
 def test_a_table_is_read_from_a_store_without_a_descriptor(tmp_path):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from builders.diffusion import CLONE, INNER, MODELS, model, others
-from builders.inside import quantized_diffusion
+from builders.diffusion import CLONE, INNER, MODELS, QUANTIZED, model, others
 
 import safeload
 from safeload.numpy import save_file
@@ -56,7 +55,7 @@ def compare(name, options, folder):
 
 def main(folder):
     for name in MODELS:
-        for quantize in (None, *(("q4_k_m", "q8_0", "q5_k_s", "q3_k_l") if name in quantized_diffusion() else ())):
+        for quantize in (None, *(("q4_k_m", "q8_0", "q5_k_s", "q3_k_l") if name in QUANTIZED else ())):
             compare(name, {} if quantize is None else {"quantize": quantize}, Path(folder))
 
 

@@ -8,8 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from builders.diffusion import FILE_TYPES, MODELS, convert, model, quantize
-from builders.inside import quantized_diffusion
+from builders.diffusion import FILE_TYPES, MODELS, QUANTIZED, convert, model, quantize
 from builders.llama_quantize import digest
 
 from safeload.numpy import save_file
@@ -24,11 +23,11 @@ def main(folder=HERE):
     with tempfile.TemporaryDirectory() as work:
         for name in MODELS:
             converted[name] = {}
-            for dtype in DTYPES + (MORE_DTYPES if name in quantized_diffusion() else ()):
+            for dtype in DTYPES + (MORE_DTYPES if name in QUANTIZED else ()):
                 save_file(model(name, dtype), f"{work}/x.safetensors")
                 convert(f"{work}/x.safetensors", f"{work}/{name}-{dtype}.gguf")
                 converted[name][dtype] = digest(Path(work, f"{name}-{dtype}.gguf").read_bytes())
-        for name in quantized_diffusion():
+        for name in QUANTIZED:
             quantized[name] = {}
             for file_type in FILE_TYPES:
                 quantize(f"{work}/{name}-bfloat16.gguf", f"{work}/out.gguf", file_type)

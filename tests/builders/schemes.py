@@ -1,0 +1,20 @@
+"""The formats of engines that ``safeload convert --help`` lists."""
+
+import contextlib
+import io
+import os
+import re
+from unittest import mock
+
+from builders.inside import main
+
+
+def _help():
+    text = io.StringIO()
+    settings = mock.patch.dict(os.environ, COLUMNS="9999")
+    with settings, contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main(["convert", "--help"])
+    return text.getvalue()
+
+
+ENGINE_FORMATS = re.search(r"also the formats of engines: (.*)", _help())[1].split(", ")
