@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import recover_edit
+from builders.inside import main
 from builders.thorough import THOROUGH
 from faults.saves import contents, empty, killed
 from faults.shim import (
@@ -31,6 +31,10 @@ NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
 STEP = 1 if THOROUGH else 3
 ALL = WRITE | RESERVE | SYNC | RENAME
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def recover(path):
+    assert main(["edit", "--recover", str(path)]) == 0
 
 
 def shift_names(path):
@@ -143,7 +147,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(cas
             broken += 1
         else:
             assert before in versions
-        recover_edit(path)
+        recover(path)
         assert contents(path.parent).keys() == {path.name}
         seen.append(path.read_bytes())
         assert seen[-1] in versions
@@ -172,7 +176,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch)
         empty(folder.parent)
         safeload.save(items, folder, max_shard_size=1000, metadata={"step": "1"})
         died = killed(lambda: edit_folder(folder), folder, ALL | UNLINK, KILL, nth)
-        recover_edit(folder)
+        recover(folder)
         loaded = safeload.load(folder)
         changed = (len(loaded), "q" in loaded, loaded["t5"].shape == (2,))
         assert changed in ((8, False, False), (8, True, True)), nth
@@ -196,7 +200,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
         assert isinstance(error, OSError), repr(error)
         if "--recover" in str(error):
             assert action == FAIL_FROM
-            recover_edit(path)
+            recover(path)
         folder_sync = shot.trace[-1][0] == f"S {path.parent}" and action == FAIL
         assert path.read_bytes() in (versions if folder_sync or action == FAIL_FROM else versions[:1])
         assert path.read_bytes() == versions[1] or "is in place" not in str(error)
@@ -224,7 +228,7 @@ def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp
         failures += 1
         assert isinstance(error, OSError), repr(error)
         if action == FAIL_FROM:
-            recover_edit(folder)
+            recover(folder)
         loaded = safeload.load(folder)
         assert (len(loaded), "q" in loaded, loaded["t5"].shape == (2,)) in ((8, False, False), (8, True, True))
         new = "q" in loaded  # all but the last fsync succeeded, and the old shards stay

@@ -85,7 +85,8 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 IMPATIENT = inside.program(
-    "import sys; from builders.inside import cli_common, main; cli_common._TIMEOUT = 3; sys.exit(main())"
+    "import pytest, sys; from builders import inside; inside.tune(pytest.MonkeyPatch(), cluster_timeout=3); "
+    "sys.exit(inside.main())"
 )
 
 
