@@ -40,7 +40,9 @@ def test_each_shard_takes_tensors_up_to_the_limit(tmp_path_factory, sizes, limit
     folder = tmp_path_factory.mktemp("sparse")
     sparse(folder / "x.safetensors", sizes)
     plan = safeload.plan_convert(folder / "x.safetensors", folder / "out", max_shard_size=limit)
-    shards = {piece["file"]: [int(name) for part in piece["tensors"] for name in part["names"]] for piece in plan.pieces}
+    shards = {
+        piece["file"]: [int(name) for part in piece["tensors"] for name in part["names"]] for piece in plan.pieces
+    }
     assert [[sizes[k] for k in shard] for shard in shards.values()] == one_by_one(sizes, limit)
     names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
     assert list(shards) == (names if len(shards) > 1 else ["model.safetensors"])

@@ -18,9 +18,10 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import HttpStore, RemoteFiles, Span, Web, thread_group
+from builders.inside import RemoteFiles, Span, Web, thread_group
 from builders.remote import WINDOW, read
 
+import safeload.remote
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
 
@@ -240,11 +241,17 @@ def test_locations_beyond_ascii_are_understood():
 
 def test_an_expired_url_is_resolved_again():
     """As the Hub and presigned URLs have it; in several threads at once, the resolving is done by one."""
+    memory_fs = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
     issued = []
 
-    def resolve():
-        issued.append(there.url(f"/a?signature={len(issued)}"))
-        return client.target_of(issued[-1], {})
+    class Signing(memory_fs):
+        """What s3fs has that signs URLs."""
+
+        protocol, call_s3, cachable = "s3", None, False
+
+        def url(self, path, **options):
+            issued.append(there.url(f"/a?signature={len(issued)}"))
+            return issued[-1]
 
     def check(answer, request):
         if request.path != f"/a?signature={valid[0]}":
@@ -252,7 +259,9 @@ def test_an_expired_url_is_resolved_again():
 
     valid = [0]
     with serve(server.Fault(check)) as there:
-        store = HttpStore("s3://bucket/a", resolve, client.Client({}))
+        location = safeload.remote.of_fsspec(Signing(), "s3://bucket/a")
+        store = location.files.open(location.path)
+        assert len(issued) == 1
         valid[0] = 1
         memory = [bytearray(1000) for _ in range(8)]
         spans = [[Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
