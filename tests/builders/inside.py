@@ -101,8 +101,7 @@ NAMES = {
     "diff_values": "checking.diff",
     "sizes": "checking.sizes:sizes",
     "measure_stats": "checking.stats",
-    "read_importance": "conversion.rules:read_importance",
-    "vector_for": "conversion.rules:vector_for",
+    "rules": "conversion.rules",
     "quantizing": "conversion.quantize",
     "content": "checking.report:content",
     "labels": "checking.report:labels",
@@ -119,15 +118,7 @@ NAMES = {
     "Globs": "quant.patterns:Globs",
     "Pattern": "quant.patterns:Pattern",
     "quantization_of": "quant.quantization:quantization_of",
-    "AssembledStore": "formats.boxed:AssembledStore",
-    "Box": "formats.boxed:Box",
-    "Region": "formats.boxed:Region",
-    "checked_boxes": "formats.boxed:checked",
-    "ExpectedFiles": "trust.digests:Expected",
-    "digest_in_cache": "trust.digests:digest_in_cache",
-    "files_of_manifest": "trust.digests:files_of_manifest",
-    "files_of_statement": "trust.digests:files_of_statement",
-    "is_manifest": "trust.digests:is_manifest",
+    "boxed": "formats.boxed",
     "LOCAL": "core.files:LOCAL",
     "Web": "remote.http:Web",
     "http_client": "remote.http_client",
@@ -140,10 +131,10 @@ NAMES = {
     "ollama": "remote.ollama",
     "RemoteStore": "remote.remote_store:RemoteStore",
     "RemoteFiles": "remote.remote_files:RemoteFiles",
-    "signature_statement": "trust.digests:_statement",
     "Span": "core.store:Span",
     "read_at": "core.store:read_at",
     "thread_group": "core.thread_group",
+    "digests": "trust.digests",
     "verified": "trust.verified",
 }
 
@@ -220,7 +211,6 @@ SEAMS = {
     "interrupt_grace": ["core.thread_group:_GRACE"],
     "verified_fewest": ["trust.verified:_FEWEST"],
     "verified_kept": ["trust.verified:_KEPT"],
-    "compare_digests": ["trust.verified:compare_digests"],
 }
 
 

@@ -41,18 +41,15 @@ from builders.inside import (
     Config,
     ConfigError,
     choosing,
+    digests,
     families,
-    files_of_manifest,
-    files_of_statement,
-    is_manifest,
     model_families,
     npy,
     npz,
     parse_json,
-    read_importance,
     registry,
+    rules,
     settings,
-    signature_statement,
     tokenizer,
 )
 from builders.inside import base_urls as urls
@@ -280,7 +277,7 @@ def imatrix_file(data):
     path.write_bytes(data)
     try:
         with watched():
-            matrix = read_importance(path)
+            matrix = rules.read_importance(path)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return
@@ -745,11 +742,11 @@ def signed_list(data):
     try:
         with watched():
             document = parse_json(data, "the list", "list")
-            if is_manifest(data[:64]):
-                files = files_of_manifest(document, "list") or {}
+            if digests.is_manifest(data[:64]):
+                files = digests.files_of_manifest(document, "list") or {}
             else:
-                statement = signature_statement(document, "list") if "dsseEnvelope" in document else document
-                files = files_of_statement(statement, "list").files
+                statement = digests._statement(document, "list") if "dsseEnvelope" in document else document
+                files = digests.files_of_statement(statement, "list").files
     except SafeloadError as error:
         check_refusal(error)
         return
