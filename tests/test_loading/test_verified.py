@@ -180,7 +180,8 @@ def count_hashes(monkeypatch):
 
 @pytest.mark.parametrize("kept", [0, 1 << 30])
 def test_memory_that_was_dropped_is_read_and_hashed_again(model, listed, kept, monkeypatch):
-    inside.tune(monkeypatch, verified_kept=kept, verified_fewest=1)
+    monkeypatch.setattr(inside.verified, "_KEPT", kept)
+    monkeypatch.setattr(inside.verified, "_FEWEST", 1)
     with safeload.open(model, verify=listed) as checkpoint:
         for _ in range(2):
             assert same(dict(checkpoint.stream(ahead=1)))
@@ -194,7 +195,8 @@ def test_memory_that_was_dropped_is_read_and_hashed_again(model, listed, kept, m
 
 def test_files_that_are_used_in_turn_are_not_hashed_each_time(model, listed, monkeypatch):
     count = count_hashes(monkeypatch)
-    inside.tune(monkeypatch, verified_kept=64, verified_fewest=1)
+    monkeypatch.setattr(inside.verified, "_KEPT", 64)
+    monkeypatch.setattr(inside.verified, "_FEWEST", 1)
     with safeload.open(model, verify=listed) as checkpoint:
         for at in range(100):
             for name in WEIGHTS:

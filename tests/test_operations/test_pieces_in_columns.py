@@ -93,7 +93,8 @@ def test_an_interrupted_conversion_of_mixed_tensors_continues(mixed, tmp_path, n
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    inside.tune(monkeypatch, smallest_piece=4000, tensor_cost=100)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 100)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -220,7 +221,8 @@ def test_pieces_take_no_step_per_tensor(tmp_path, operation):
 
 def test_a_piece_decodes_few_tensors_of_a_large_file(tmp_path, monkeypatch):
     save_file({f"model.{k:05}": np.full(3, k, np.float32) for k in range(20_000)}, tmp_path / "x.safetensors")
-    inside.tune(monkeypatch, tensor_cost=0, smallest_piece=1200)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 0)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 1200)
     executor = Plain()
     expected = safeload.stats(tmp_path / "x.safetensors", only="model.000*")
     assert safeload.stats(tmp_path / "x.safetensors", only="model.000*", executor=executor) == expected
@@ -262,7 +264,9 @@ def divided(sizes, files, file):
 
 @pytest.mark.parametrize("cost", [0, 100])
 def test_groups_are_those_of_single_tensors(monkeypatch, cost):
-    inside.tune(monkeypatch, smallest_piece=4000, largest_piece=6000, tensor_cost=cost)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_LARGEST", 6000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", cost)
     assert executors.groups([], [], []) == []
     for _ in range(60):
         count, places = int(rng.integers(1, 300)), int(rng.integers(1, 9))

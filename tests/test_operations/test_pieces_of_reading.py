@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
-    inside.tune(monkeypatch, smallest_piece=4000, tensor_cost=0)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 0)
 
 
 def odd(seed=0):

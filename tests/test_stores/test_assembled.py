@@ -131,7 +131,7 @@ def test_an_unpacked_box_is_unpacked_once_for_all_ranges_of_its_tensor():
 
 
 def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
-    inside.tune(monkeypatch, assembled_kept=100)
+    monkeypatch.setattr(inside.boxed, "_KEPT", 100)
     arrays = [rng.integers(0, 255, 1000).astype("u1") for _ in range(5)]
     tensors = [
         boxed.checked(f"t{k}", (1000,), 1, [boxed.Box((0,), (1000,), Unpacking(array))], "folder")

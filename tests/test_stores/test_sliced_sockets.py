@@ -26,7 +26,7 @@ SOON = 15
 
 @pytest.fixture(autouse=True)
 def _short_slices(monkeypatch):
-    inside.tune(monkeypatch, socket_slice=0.01)
+    monkeypatch.setattr(inside.http_client, "SLICE", 0.01)
 
 
 @contextmanager

@@ -361,7 +361,7 @@ def test_shared_lists_are_not_unfolded():
 
 
 def test_opcodes_are_counted(monkeypatch):
-    inside.tune(monkeypatch, pickle_opcodes=1000)
+    monkeypatch.setattr(inside.unpickler, "MAX_OPCODES", 1000)
     load(b"N0" * 499 + b"N.")
     with pytest.raises(LimitError, match="more than 1000 opcodes"):
         load(b"N0" * 500 + b"N.")
@@ -465,7 +465,7 @@ def test_a_tensor_that_breaks_off_anywhere(cut):
 
 
 def test_opcodes_of_the_loop_are_counted(monkeypatch):
-    inside.tune(monkeypatch, pickle_opcodes=1000)
+    monkeypatch.setattr(inside.unpickler, "MAX_OPCODES", 1000)
     load(b"(" + b"K\x01" * 997 + b"t.")
     for more in (b"t.", b""):  # also where the bytes end with the last one
         with pytest.raises(LimitError, match="more than 1000 opcodes"):
