@@ -66,7 +66,6 @@ from safeload.numpy import save_file
 inside.preload(
     "base_urls",
     "merge",
-    "validation",
     "finder",
 )
 for row in registry.ROWS:
@@ -90,6 +89,7 @@ with contextlib.suppress(OSError):
 save_file({"w": np.zeros(1, np.float32)}, FOLDER / "edited.safetensors")
 with safeload.edit(FOLDER / "edited.safetensors") as edited:
     edited.metadata["k"] = "v"
+safeload.check(FOLDER / "edited.safetensors")
 (FOLDER / "edited.safetensors").unlink()
 
 

@@ -11,7 +11,6 @@ from builders import inside
 from builders.calls import count_calls
 from builders.executors import Lazy, Plain
 from builders.inside import Catalog, executors
-from builders.inside import measure_stats as stats
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
 from builders.random import rng
@@ -227,7 +226,7 @@ def test_a_piece_decodes_few_tensors_of_a_large_file(tmp_path, monkeypatch):
     expected = safeload.stats(tmp_path / "x.safetensors", only="model.000*")
     assert safeload.stats(tmp_path / "x.safetensors", only="model.000*", executor=executor) == expected
     assert len(executor.pieces) == 1
-    assert count_calls(lambda: stats.run(executor.pieces[0], 1)) < 4000
+    assert count_calls(lambda: safeload.run_piece(executor.pieces[0], threads=1)) < 4000
 
 
 # ---- the division into pieces ----
