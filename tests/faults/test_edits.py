@@ -1,10 +1,10 @@
 """Each system call of each edit in turn: refused, or the last that the process does."""
 
 import errno
+import time
 
 import numpy as np
 import pytest
-from builders import inside
 from builders.inside import main
 from builders.thorough import THOROUGH
 from faults.saves import contents, empty, killed
@@ -136,7 +136,7 @@ def fault_of(reader, *arguments):
 @pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL], ids=NAMES.get)
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(case, action, monkeypatch):
     path, change, restore, versions = case
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     seen, broken = [], 0
     for nth in places(STEP):
         assert nth < MOST_CALLS
@@ -168,7 +168,7 @@ def edit_folder(folder):
 
 
 def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
     seen = []
     for nth in places(STEP):
@@ -211,7 +211,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
 
 @pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
 def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp_path, action, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
 
     def restore():

@@ -310,7 +310,7 @@ def interrupt(path, content=b"\xff" * 30, key="k"):
 
 
 def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     data = interrupt(path)
     for reader in (safeload.open, safeload.load, safeload.numpy.load_file, safeload.edit):
         with pytest.raises(safeload.FormatError, match=f"safeload edit --recover {path}"):
@@ -373,7 +373,7 @@ def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
 
 
 def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch, capsys):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     data = interrupt(gguf, key="general.name")
     for reader in (safeload.open, safeload.edit):
         with pytest.raises(safeload.FormatError, match="safeload edit --recover"):
