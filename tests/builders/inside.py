@@ -59,8 +59,6 @@ NAMES = {
     "available_cpus": "core.memory:available_cpus",
     "thread_count": "core.memory:thread_count",
     "open_without_table": "core.weight_file:open_without_table",
-    "dcp": "formats.dcp",
-    "flax": "formats.flax",
     "folder_format": "formats.folder",
     "foreign": "core.foreign",
     "gguf_values": "formats.gguf",
