@@ -35,7 +35,6 @@ NAMES = {
     "codes_of": "core.checkpoint:codes_of",
     "tensors_of": "core.checkpoint:tensors_of",
     "cli_common": "cli.common",
-    "parsers": "cli.parsers",
     "main": "cli:main",
     "Ring": "core.staging:Ring",
     "chunks_of": "core.staging:chunks_of",
