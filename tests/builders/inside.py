@@ -58,7 +58,6 @@ NAMES = {
     "available_cpus": "core.memory:available_cpus",
     "thread_count": "core.memory:thread_count",
     "open_without_table": "core.weight_file:open_without_table",
-    "folder_format": "formats.folder",
     "foreign": "core.foreign",
     "gguf_values": "formats.gguf",
     "mixtures": "formats.mixtures",

@@ -53,7 +53,6 @@ from builders.inside import (
     tokenizer,
 )
 from builders.inside import base_urls as urls
-from builders.inside import folder_format as folder
 from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
@@ -614,13 +613,22 @@ def gguf_split(data):
         check_refusal(error)
 
 
+CONFIGURED = FOLDER / "configured"
+CONFIGURED.mkdir()
+save_file({"w": np.zeros(1, np.float32)}, CONFIGURED / "model.safetensors")
+
+
+def read_config(data):
+    """The values of a config.json beside weights."""
+    (CONFIGURED / "config.json").write_bytes(data)
+    with watched(), safeload.open(CONFIGURED, stored=True) as checkpoint:
+        return checkpoint.config
+
+
 def config(data):
     """A config.json, for every schema that there is."""
-    path = FOLDER / "config.json"
-    path.write_bytes(data)
     try:
-        with watched():
-            values = folder.read_config(FOLDER, LOCAL)
+        values = read_config(data)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return
@@ -660,14 +668,15 @@ def tokenizer_json(data):
 
 def model_config(data):
     """A config.json for llama.cpp."""
-    path = FOLDER / "config.json"
-    path.write_bytes(data)
+    try:
+        values = read_config(data) or {}
+    except SafeloadError as error:
+        check_refusal(error)
+        return
     for source in model_families.gguf_forms().values():
         try:
             with watched():
-                _, factors = settings.settings_of(
-                    settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m", source.keys), source
-                )
+                _, factors = settings.settings_of(settings.ModelConfig(values, "m", source.keys), source)
         except SafeloadError as error:
             check_refusal(error)
             continue
