@@ -565,8 +565,7 @@ def test_memory_is_the_result_and_tiles(base, function, tmp_path):
     script = inside.program("""
         import sys
         import safeload
-        from builders.inside import merge
-        from builders.inside import conversion
+        from safeload import convert
         def peak():  # ru_maxrss begins with the memory of the process that started this one
             with open("/proc/self/status") as file:
                 return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))

@@ -1,11 +1,11 @@
 """Each system call of each edit in turn: refused, or the last that the process does."""
 
 import errno
+import time
 
 import numpy as np
 import pytest
-from builders import inside
-from builders.inside import recover_edit
+from builders.inside import main
 from builders.thorough import THOROUGH
 from faults.saves import contents, empty, killed
 from faults.shim import (
@@ -31,6 +31,10 @@ NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
 STEP = 1 if THOROUGH else 3
 ALL = WRITE | RESERVE | SYNC | RENAME
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def recover(path):
+    assert main(["edit", "--recover", str(path)]) == 0
 
 
 def shift_names(path):
@@ -132,7 +136,7 @@ def fault_of(reader, *arguments):
 @pytest.mark.parametrize("action", [KILL, KILL_AFTER] if THOROUGH else [KILL], ids=NAMES.get)
 def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(case, action, monkeypatch):
     path, change, restore, versions = case
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     seen, broken = [], 0
     for nth in places(STEP):
         assert nth < MOST_CALLS
@@ -143,7 +147,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_file_after_recovery(cas
             broken += 1
         else:
             assert before in versions
-        recover_edit(path)
+        recover(path)
         assert contents(path.parent).keys() == {path.name}
         seen.append(path.read_bytes())
         assert seen[-1] in versions
@@ -164,7 +168,7 @@ def edit_folder(folder):
 
 
 def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
     seen = []
     for nth in places(STEP):
@@ -172,7 +176,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_any_moment(tmp_path, monkeypatch)
         empty(folder.parent)
         safeload.save(items, folder, max_shard_size=1000, metadata={"step": "1"})
         died = killed(lambda: edit_folder(folder), folder, ALL | UNLINK, KILL, nth)
-        recover_edit(folder)
+        recover(folder)
         loaded = safeload.load(folder)
         changed = (len(loaded), "q" in loaded, loaded["t5"].shape == (2,))
         assert changed in ((8, False, False), (8, True, True)), nth
@@ -196,7 +200,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
         assert isinstance(error, OSError), repr(error)
         if "--recover" in str(error):
             assert action == FAIL_FROM
-            recover_edit(path)
+            recover(path)
         folder_sync = shot.trace[-1][0] == f"S {path.parent}" and action == FAIL
         assert path.read_bytes() in (versions if folder_sync or action == FAIL_FROM else versions[:1])
         assert path.read_bytes() == versions[1] or "is in place" not in str(error)
@@ -207,7 +211,7 @@ def test_a_failing_disk_leaves_the_old_file_or_says_how_to_recover_it(case, acti
 
 @pytest.mark.parametrize("action", [FAIL, FAIL_FROM], ids=["once", "from then on"])
 def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp_path, action, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     folder, items = tmp_path / "place" / "folder", {f"t{k}": np.full(100, k, np.float32) for k in range(8)}
 
     def restore():
@@ -224,7 +228,7 @@ def test_a_folder_on_a_failing_disk_is_the_old_one_or_says_how_to_recover_it(tmp
         failures += 1
         assert isinstance(error, OSError), repr(error)
         if action == FAIL_FROM:
-            recover_edit(folder)
+            recover(folder)
         loaded = safeload.load(folder)
         assert (len(loaded), "q" in loaded, loaded["t5"].shape == (2,)) in ((8, False, False), (8, True, True))
         new = "q" in loaded  # all but the last fsync succeeded, and the old shards stay

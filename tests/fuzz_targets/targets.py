@@ -40,22 +40,18 @@ from builders.inside import (
     LOCAL,
     Config,
     choosing,
+    digests,
     families,
-    files_of_manifest,
-    files_of_statement,
-    is_manifest,
     model_families,
     npy,
     npz,
     parse_json,
-    read_importance,
     registry,
+    rules,
     settings,
-    signature_statement,
     tokenizer,
 )
 from builders.inside import base_urls as urls
-from builders.inside import folder_format as folder
 from builders.models import BUILT_IN_SCHEMAS
 from builders.paths import ROOT
 
@@ -67,7 +63,6 @@ from safeload.numpy import save_file
 # Imported when first needed, which counts as forbidden below.
 inside.preload(
     "base_urls",
-    "validation",
 )
 for row in registry.ROWS:
     row.load()
@@ -93,6 +88,7 @@ with contextlib.suppress(OSError):
 save_file({"w": np.zeros(1, np.float32)}, FOLDER / "edited.safetensors")
 with safeload.edit(FOLDER / "edited.safetensors") as edited:
     edited.metadata["k"] = "v"
+safeload.check(FOLDER / "edited.safetensors")
 (FOLDER / "edited.safetensors").unlink()
 
 
@@ -280,7 +276,7 @@ def imatrix_file(data):
     path.write_bytes(data)
     try:
         with watched():
-            matrix = read_importance(path)
+            matrix = rules.read_importance(path)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return
@@ -617,13 +613,22 @@ def gguf_split(data):
         check_refusal(error)
 
 
+CONFIGURED = FOLDER / "configured"
+CONFIGURED.mkdir()
+save_file({"w": np.zeros(1, np.float32)}, CONFIGURED / "model.safetensors")
+
+
+def read_config(data):
+    """The values of a config.json beside weights."""
+    (CONFIGURED / "config.json").write_bytes(data)
+    with watched(), safeload.open(CONFIGURED, stored=True) as checkpoint:
+        return checkpoint.config
+
+
 def config(data):
     """A config.json, for every schema that there is."""
-    path = FOLDER / "config.json"
-    path.write_bytes(data)
     try:
-        with watched():
-            values = folder.read_config(FOLDER, LOCAL)
+        values = read_config(data)
     except SafeloadError as error:
         check_refusal(error, len(data))
         return
@@ -663,14 +668,15 @@ def tokenizer_json(data):
 
 def model_config(data):
     """A config.json for llama.cpp."""
-    path = FOLDER / "config.json"
-    path.write_bytes(data)
+    try:
+        values = read_config(data) or {}
+    except SafeloadError as error:
+        check_refusal(error)
+        return
     for source in model_families.gguf_forms().values():
         try:
             with watched():
-                _, factors = settings.settings_of(
-                    settings.ModelConfig(folder.read_config(FOLDER, LOCAL) or {}, "m", source.keys), source
-                )
+                _, factors = settings.settings_of(settings.ModelConfig(values, "m", source.keys), source)
         except SafeloadError as error:
             check_refusal(error)
             continue
@@ -754,11 +760,11 @@ def signed_list(data):
     try:
         with watched():
             document = parse_json(data, "the list", "list")
-            if is_manifest(data[:64]):
-                files = files_of_manifest(document, "list") or {}
+            if digests.is_manifest(data[:64]):
+                files = digests.files_of_manifest(document, "list") or {}
             else:
-                statement = signature_statement(document, "list") if "dsseEnvelope" in document else document
-                files = files_of_statement(statement, "list").files
+                statement = digests._statement(document, "list") if "dsseEnvelope" in document else document
+                files = digests.files_of_statement(statement, "list").files
     except SafeloadError as error:
         check_refusal(error)
         return

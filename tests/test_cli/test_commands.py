@@ -12,7 +12,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
 from builders.inside import main
 from builders.models import small, write_folder
 from builders.paths import DATA
@@ -561,7 +560,7 @@ def test_control_c(folder, capsys, monkeypatch):
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    inside.tune(monkeypatch, validate_path=interrupted)
+    monkeypatch.setattr(safeload.Checkpoint, "__enter__", interrupted)
     assert run(capsys, "check", "good.safetensors") == (130, "", "")
 
 

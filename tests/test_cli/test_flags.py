@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.inside import in_options, main
+from builders.inside import cli_common, main
 
 import safeload
 from safeload.numpy import save_file
@@ -43,7 +43,7 @@ from safeload.numpy import save_file
     ],
 )
 def test_translations(text, want):
-    assert in_options(text) == want
+    assert cli_common.in_options(text) == want
 
 
 # Messages of functions that no command calls, or about objects that a command line cannot hold.
@@ -90,9 +90,9 @@ def test_no_message_of_a_command_names_python():
         if name in ELSEWHERE or name.startswith(DOORS) or "/" not in name:
             continue
         for line, text in texts(path):
-            count += in_options(text) != text
-            if PYTHON.search(in_options(text)):
-                wrong.append(f"{name}:{line}: {in_options(text)}")
+            count += cli_common.in_options(text) != text
+            if PYTHON.search(cli_common.in_options(text)):
+                wrong.append(f"{name}:{line}: {cli_common.in_options(text)}")
     assert not wrong
     assert count > 25
 

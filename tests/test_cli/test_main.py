@@ -12,7 +12,7 @@ import sysconfig
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import main, parsers
+from builders.inside import main
 from builders.thorough import part_of
 from builders.torch_build import Call, Ref, Storage, tensor, zip_file
 
@@ -179,13 +179,27 @@ def test_an_empty_file_of_no_tensors(tmp_path, capsys):
     assert (status, out.splitlines()) == (0, [f"{tmp_path / 'x'}: safetensors, 0 tensors, 16 B"])
 
 
+def help_of(capsys, monkeypatch, *command):
+    """The help of a command, or that of all, in lines that are not broken."""
+    monkeypatch.setenv("COLUMNS", "10000")
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, err) == (0, "")
+    return out
+
+
 @pytest.mark.parametrize("command", ["info", "check", "stats", "convert", "diff", "report", "completion"])
-def test_every_argument_is_explained(command):
+def test_every_argument_is_explained(command, capsys, monkeypatch):
     """One line of plain words for each option and argument."""
-    for action in parsers.Parsers().command(command)._actions:
-        assert action.help
-        assert not action.help.endswith(".") or action.help.endswith("...")
-        assert action.metavar is None or str(action.metavar).isupper() or isinstance(action.metavar, tuple)
+    arguments = help_of(capsys, monkeypatch, command).partition(":\n  ")[2].partition("\n\nexamples:")[0]
+    lines = iter(re.sub(r"\n {10,}", "   ", f"  {arguments}").splitlines())
+    explained = dict(re.fullmatch(r"  (\S.*?)  +(\S.*)", line).groups() for line in lines if line[:1] == " ")
+    assert len(explained) > 2
+    for name, text in explained.items():
+        assert not text.endswith(".") or text.endswith("...")
+        for word in re.sub(r"\{.*?\}|--?[a-z0-9-]+|[\[\].,|]", " ", name).split():
+            assert word.isupper(), name
 
 
 # ---- start-up ----
@@ -236,14 +250,19 @@ def test_control_c_while_modules_are_imported_prints_no_traceback(path):
     names = pressed(0, "info", path)[2].split()
     assert {"argparse", "numpy", "datetime"} < set(names)  # NumPy makes an ImportError of an interrupt in datetime
     first = names.index("safeload.__main__") + 1
-    for name in (names[first], "argparse", inside.path("parsers"), "datetime", names[-1]):
+    ours = next(name for name in names if name.startswith(f"{CLI}."))
+    for name in (names[first], "argparse", ours, "datetime", names[-1]):
         status, _, err = pressed(names.index(name) + 1, "info", path)
         assert (status in (130, -signal.SIGINT), err) == (True, ""), name
     status, out, err = pressed(names.index("datetime") + 1, "info", path, ignored=True)
     assert (status, out.count("tensor") > 0, err) == (0, True, "")
 
 
-CLI = inside.path("parsers").rpartition(".")[0]
+CLI = inside.path("main").rpartition(".")[0]
+
+
+def modules_of_commands(modules):
+    return {name for name in modules if name.startswith(f"{CLI}.")}
 
 
 def ours(modules):
@@ -251,7 +270,7 @@ def ours(modules):
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
-def test_version_and_help_import_no_numpy_and_no_command(arguments):
+def test_version_and_help_import_no_numpy_and_no_command(arguments, path):
     modules = imported_by(*arguments)
     # argparse itself imports dataclasses from 3.14 on, to choose colours.
     code = "import argparse, sys; argparse.ArgumentParser().format_help(); print(*sys.modules)"
@@ -260,14 +279,18 @@ def test_version_and_help_import_no_numpy_and_no_command(arguments):
     assert not late.difference(done.stdout.split()) & set(modules)
     assert not [name for name in ours(modules) if name.endswith("._core")]
     assert len(ours(modules)) <= 13
-    assert not [module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules]
+    two = [modules_of_commands(imported_by(command, path)) for command in ("info", "check")]
+    assert modules_of_commands(modules) <= two[0] & two[1]  # what commands share
+    assert two[0] != two[1]
 
 
 def test_a_command_imports_only_what_it_runs(path):
     modules = imported_by("info", path)
-    assert {module for module, _, _ in parsers.COMMANDS.values() if f"{CLI}.{module}" in modules} == {"look"}
+    others = modules_of_commands(imported_by("check", path))
+    assert len(modules_of_commands(modules)) == len(others) == 3  # the parsers, what commands share, and its own
+    assert len(modules_of_commands(modules) - others) == 1
     assert len(ours(modules)) <= 121
-    late = tuple(map(inside.path, ("families", "conversion", "torch_zip", "mixtures")))
+    late = tuple(map(inside.path, ("families", "destinations", "executors", "torch_zip", "mixtures")))
     assert not [name for name in ours(modules) if name.startswith(late)]
     assert "ml_dtypes" not in modules
     # NumPy imports some of these on some platforms.
@@ -276,18 +299,29 @@ def test_a_command_imports_only_what_it_runs(path):
     assert not {"pathlib", "urllib.parse", "zipfile"} & set(modules).difference(done.stdout.split())
 
 
-def test_every_command_parses():
-    made = parsers.Parsers()
-    for name, (_, heading, text) in parsers.COMMANDS.items():
-        parser = made.command(name)
-        assert parser is made.command(name)  # its arguments are added once
-        assert parser.prog == f"safeload {name}"
-        assert parser.description
-        assert parser.epilog
-        assert callable(parser.get_default("run"))
-        shown = re.sub(r"\s+", " ", made.top.format_help())
-        assert (f"{name} {text}" in shown) == (heading is not None)
-        assert heading is None or f" {heading}: " in shown
+def test_every_command_parses(capsys, monkeypatch):
+    top = help_of(capsys, monkeypatch)
+    listed = {}
+    for heading in ("look", "check", "change", "publish"):
+        section = re.search(rf"^{heading}:\n((?:  .*\n)+)", top, re.MULTILINE)[1]
+        listed |= dict(re.fullmatch(r"  (\S+) +(\S.*)", line).groups() for line in section.splitlines())
+    assert len(listed) >= 14
+    assert "completion" not in listed  # it has a help, but is for packagers
+    for name in (*listed, "completion"):
+        text = help_of(capsys, monkeypatch, name)
+        assert help_of(capsys, monkeypatch, name) == text  # its arguments are added once
+        assert text.startswith(f"usage: safeload {name} ")
+        description, examples = text.split("\n\n")[1], text.partition("\n\nexamples:\n")[2]
+        assert description[0].isupper()
+        assert f"safeload {name} " in examples or f"safeload {name}\n" in examples
+        assert "Exit status: 0 " in examples
+    (offered,) = re.findall(r'offered="(info .*?)"', completion(capsys, "bash"))
+    assert offered.split() == [*listed, "completion"]
+
+
+def completion(capsys, shell):
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
 
 
 # ---- commands that are mistyped or left out ----

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from builders.inside import content, labels, main
+from builders.inside import main, report_page
 from builders.models import small, write_folder
 from builders.paths import DATA
 
@@ -267,7 +267,7 @@ def test_scales_have_few_round_numbers(folder, capsys, low, high):
 
 
 def kinds_of(names):
-    return {one.kind for one in content(dict.fromkeys(names, 1), {}).tensors}
+    return {one.kind for one in report_page.content(dict.fromkeys(names, 1), {}).tensors}
 
 
 def test_tensors_without_layers_are_shown_by_module_if_they_are_many():
@@ -290,13 +290,13 @@ def test_tensors_without_layers_are_shown_by_module_if_they_are_many():
     ids=["huge numbers", "many dots", "no name", "braces"],
 )
 def test_hostile_names_have_kinds_and_labels(names):
-    shown = content(dict.fromkeys(names, 1), {})
+    shown = report_page.content(dict.fromkeys(names, 1), {})
     assert [one.name for one in shown.tensors] == names
-    assert all(len(label) <= 48 for label in labels(kinds_of(names)).values())
+    assert all(len(label) <= 48 for label in report_page.labels(kinds_of(names)).values())
 
 
 def test_kinds_with_the_same_end_have_different_labels():
-    assert labels(["text.{}.w.weight", "image.{}.w.weight", "text.{}.v.weight"]) == {
+    assert report_page.labels(["text.{}.w.weight", "image.{}.w.weight", "text.{}.v.weight"]) == {
         "text.{}.w.weight": "text.{}.w.weight",
         "image.{}.w.weight": "image.{}.w.weight",
         "text.{}.v.weight": "v",

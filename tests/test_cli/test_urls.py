@@ -156,13 +156,32 @@ def test_options_reach_the_store(run, server):
         (["a=NaN", "b=Infinity", "c={", "d=True"], {"a": "NaN", "b": "Infinity", "c": "{", "d": "True"}),
     ],
 )
-def test_values_of_options(given, expected):
-    from argparse import Namespace
+def test_values_of_options(given, expected, run, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
 
-    from builders.inside import storage_options
+    class Kept(MemoryFileSystem):
+        """Notes what it is made with."""
 
-    assert storage_options(Namespace(storage_option=given)) == expected
-    assert storage_options(Namespace(storage_option=None)) is None
+        protocol, store, pseudo_dirs, cachable, made = "kept", {}, [""], False, []
+
+        def __init__(self, **options):
+            self.made.append(options)
+            super().__init__()
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return "/" + path.removeprefix("kept://").strip("/")
+
+    fsspec.register_implementation("kept", Kept, clobber=True)
+    save_file({"w": np.zeros(3)}, tmp_path / "x", durable=False)
+    Kept().pipe_file("kept://x.safetensors", (tmp_path / "x").read_bytes())
+    Kept.made.clear()
+    status, _, err = run("info", "kept://x.safetensors", *(f"--storage-option={word}" for word in given))
+    assert (status, err, Kept.made[0]) == (0, "", expected)
+    status, _, err = run("info", "kept://x.safetensors")
+    assert status == 1
+    assert "the scheme 'kept' needs --storage-option" in err  # None were passed, rather than an empty dict
 
 
 @pytest.mark.parametrize("wrong", [SECRET, f"={SECRET}", f"a.={SECRET}", f".a={SECRET}", f"a=1 a.b={SECRET}"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.engine_models import DTYPES, matrix
-from builders.inside import Encoding, dtypes, ffi, in_memory, lib, presets
+from builders.inside import dtypes, ffi, lib, presets
 from builders.inside import quantizing as encoding
 from builders.random import rng
 from builders.schemes import ENGINE_FORMATS
@@ -22,8 +22,8 @@ def encode(name, dtype, weights, tier, monkeypatch):
     inside.tune(monkeypatch, tier=tier)
     row = dtypes.BY_NAME[dtype]
     flat = weights.reshape(-1)
-    values = in_memory(flat)
-    return encoding.encode(Encoding("x", PRESETS[name], weights.shape, row), values, largest=4.0, threads=1)
+    values = encoding.in_memory(flat)
+    return encoding.encode(encoding.Encoding("x", PRESETS[name], weights.shape, row), values, largest=4.0, threads=1)
 
 
 @pytest.mark.parametrize("tier", TIERS)

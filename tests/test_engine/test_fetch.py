@@ -145,7 +145,8 @@ def test_scales_and_codes_of_a_folder_come_in_few_requests(tmp_path):
 
 
 def test_staging_memory_is_bounded(monkeypatch):
-    inside.tune(monkeypatch, fetch_window=1 << 20, fetch_staged=3 << 20)
+    monkeypatch.setattr(inside.fetch, "WINDOW", 1 << 20)
+    monkeypatch.setattr(inside.fetch, "_STAGED", 3 << 20)
     most = 0
     take = fetch.Fetch._take
 
@@ -164,7 +165,7 @@ def test_staging_memory_is_bounded(monkeypatch):
 
 
 def test_many_requests_are_in_flight_and_no_thread_is_left(monkeypatch):
-    inside.tune(monkeypatch, fetch_range=1 << 20)
+    monkeypatch.setattr(inside.fetch, "RANGE", 1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 17, k, np.int64) for k in range(40)}, latency=0.05)
     before = threading.active_count()
     opened.load()
@@ -234,7 +235,7 @@ def test_a_stream_gives_all_before_a_tensor_that_cannot_be_read():
 
 def test_nothing_is_written_after_an_error(monkeypatch):
     """Threads that still read leave the caller's memory alone."""
-    inside.tune(monkeypatch, fetch_range=1 << 20)
+    monkeypatch.setattr(inside.fetch, "RANGE", 1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 18, k, np.int64) for k in range(8)})
     hold = threading.Event()
     last = opened.tensors["w7"].offset
@@ -396,7 +397,7 @@ def test_progress_counts_all_bytes():
 
 
 def test_what_progress_raises_ends_the_load(monkeypatch):
-    inside.tune(monkeypatch, fetch_range=1 << 20)
+    monkeypatch.setattr(inside.fetch, "RANGE", 1 << 20)
     store, opened = served({f"w{k}": np.full(1 << 18, k, np.int64) for k in range(20)}, latency=0.1)
 
     def stop(done, total):
@@ -420,7 +421,7 @@ def test_quantizing_names_the_element_of_the_whole_tensor():
     [(scheme, rounding) for scheme, row in SCHEMES.items() for rounding in (None, *row.roundings)],
 )
 def test_quantizing_gives_the_bytes_of_local_values(scheme, rounding, monkeypatch):
-    inside.tune(monkeypatch, fetch_range=1 << 20)
+    monkeypatch.setattr(inside.fetch, "RANGE", 1 << 20)
     values = np.random.default_rng(1).standard_normal((40, 12 << 10), np.float32)  # more than one request
     store, opened = served({"w": values})
     found = safeload.load_quantized(opened, scheme, rounding=rounding)["w"]

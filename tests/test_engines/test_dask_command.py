@@ -249,7 +249,7 @@ def test_a_scheduler_that_dies_is_one_line(source, tmp_path):
     ],
 )
 def test_what_is_not_an_address_is_one_line(address, status, said, source, tmp_path, command, monkeypatch):
-    inside.tune(monkeypatch, cluster_timeout=1)
+    monkeypatch.setattr(inside.cli_common, "_TIMEOUT", 1)
     (tmp_path / "tokenizer.json").write_text("{}")
     done = command("convert", source, "bf16", *ARGUMENTS, "--dask", address)
     assert (done[0], done[1]) == (status, "")
@@ -274,7 +274,7 @@ def test_a_scheduler_file_that_is_not_there_yet_is_waited_for(programs, source, 
 
 
 def test_an_address_that_nobody_answers(source, tmp_path, monkeypatch, command):
-    inside.tune(monkeypatch, cluster_timeout=1)
+    monkeypatch.setattr(inside.cli_common, "_TIMEOUT", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -536,7 +536,7 @@ def test_limits_are_kept(name, most, tmp_path, monkeypatch):
 
 def test_chunks_have_a_limit(tmp_path, monkeypatch):
     path = write(tmp_path / "m.h5", lambda file: file.create_dataset("c", data=np.zeros((8, 8)), chunks=(4, 4)))
-    inside.tune(monkeypatch, keras_chunk=100)
+    monkeypatch.setattr(inside.keras, "MAX_CHUNK", 100)
     with pytest.raises(LimitError, match=r"its chunks have 128 bytes"):
         safeload.open(path)
 

@@ -434,7 +434,8 @@ def test_the_index_of_a_shard_may_come_first_and_need_no_checksum(tmp_path):
 
 
 def test_large_frames_are_read_forward(tmp_path, compress, monkeypatch):
-    inside.tune(monkeypatch, orbax_streamed=100, orbax_kept_frames=2)
+    inside.tune(monkeypatch, orbax_kept_frames=2)
+    monkeypatch.setattr(inside.orbax_chunks, "_STREAMED", 100)
     monkeypatch.setattr(inside.orbax_chunks, "decompressed", None)
     array = rng.standard_normal((64, 40)).astype(np.float32)
     for version in (2, 3):
@@ -451,7 +452,7 @@ def test_large_frames_are_read_forward(tmp_path, compress, monkeypatch):
 
 
 def test_a_large_frame_cut_off_or_too_long_is_an_error(tmp_path, compress, monkeypatch):
-    inside.tune(monkeypatch, orbax_streamed=100)
+    monkeypatch.setattr(inside.orbax_chunks, "_STREAMED", 100)
     array = rng.standard_normal((64, 40)).astype(np.float32)
     frame = compress(array.tobytes())
     longer = compress(array.tobytes() + b"x")
@@ -1010,7 +1011,7 @@ def test_chunks_that_share_bytes_cannot_make_a_large_tensor(tmp_path):
 
 
 def test_bombs_are_limits(tmp_path, compress, monkeypatch):
-    inside.tune(monkeypatch, ocdbt_node=1 << 20)
+    monkeypatch.setattr(inside.ocdbt, "MAX_NODE", 1 << 20)
     array = numbers(4)
     made = OrbaxCheckpoint(compress=compress).tensor("w", array)
     made.chunks["w/0"] = compress(bytes(8 << 20))
@@ -1070,14 +1071,14 @@ def test_a_node_counts_each_time_it_is_read(tmp_path, compress, monkeypatch):
     body = orbax_build.leaf([("x", b"v")], [("", "f")] * 1000)
     shared_node(tmp_path / "files", framed(orbax_build.NODE, body, compress), 100)
     safeload.open(tmp_path / "files").close()
-    inside.tune(monkeypatch, ocdbt_keys=50_000)
+    monkeypatch.setattr(inside.ocdbt, "MAX_KEYS", 50_000)
     refused(tmp_path / "files", LimitError, "the nodes name more than 50,000 data files")
     body = orbax_build.leaf([("x", b"v")], FILES)
     empty = b"\0\0\0" * 1000  # blocks of zstd without content
     frame = b"\x28\xb5\x2f\xfd\0\x58" + empty + (len(body) << 3 | 1).to_bytes(3, "little") + body
     shared_node(tmp_path / "bytes", framed(orbax_build.NODE, body, lambda _: frame), 100)
     safeload.open(tmp_path / "bytes").close()
-    inside.tune(monkeypatch, ocdbt_tree=200_000)
+    monkeypatch.setattr(inside.ocdbt, "MAX_TREE", 200_000)
     refused(tmp_path / "bytes", LimitError, "200,000 bytes in nodes")
 
 
@@ -1088,15 +1089,15 @@ def test_metadata_of_arrays_and_chunks_in_shards_are_limited_together(tmp_path, 
     made.write(tmp_path)
     safeload.open(tmp_path).close()
     with monkeypatch.context() as patch:
-        inside.tune(patch, orbax_json=1500)
+        patch.setattr(inside.orbax_chunks, "MAX_JSON", 1500)
         refused(tmp_path, LimitError, "the metadata of its arrays has .* bytes, but the limit is 1,500")
-    inside.tune(monkeypatch, orbax_in_shards=31)
+    monkeypatch.setattr(inside.orbax_chunks, "MAX_IN_SHARDS", 31)
     refused(tmp_path, LimitError, "'w3': with it the shards have more than 31 chunks")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs symbolic links")
 def test_folders_that_lead_in_circles_are_a_limit(tmp_path, monkeypatch):
-    inside.tune(monkeypatch, orbax_folders=1000)
+    monkeypatch.setattr(inside.orbax_chunks, "MAX_FOLDERS", 1000)
     OrbaxCheckpoint(use_ocdbt=False).tensor("w", numbers(2)).write(tmp_path)
     for name in ("1", "2"):
         (tmp_path / "w" / name).symlink_to(".")

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from builders.inside import TENSOR_OWN  # noqa: E402
+from builders.inside import torch_globals  # noqa: E402
 
 import safeload  # noqa: E402
 
@@ -47,4 +47,4 @@ def test_attributes_leave_the_values_as_torch_reads_them(zipped, tmp_path):
 def test_every_attribute_that_torch_implements_itself_is_listed():
     classes = torch.Tensor.__mro__
     own = {name: next(cls.__dict__[name] for cls in classes if name in cls.__dict__) for name in dir(torch.Tensor)}
-    assert {name for name, value in own.items() if hasattr(type(value), "__set__")} <= TENSOR_OWN
+    assert {name for name, value in own.items() if hasattr(type(value), "__set__")} <= torch_globals.TENSOR_OWN

@@ -387,12 +387,11 @@ def test_a_file_of_that_name(model):
 
 
 def test_a_disk_without_space(model, monkeypatch):
-    from builders.inside import store_sink
 
-    def full(path, size, **options):
-        raise OSError(28, "No space left on device", path)
+    def full(self, pieces):
+        raise OSError(28, "No space left on device", self.path)
 
-    monkeypatch.setattr(store_sink, "AtomicFile", full)
+    monkeypatch.setattr(inside.atomic_file.AtomicFile, "write", full)
     fs = Memory()
     with pytest.raises(OSError, match=r"No space for .* to be uploaded from here; set TMPDIR") as caught:
         safeload.convert(model, fs.at())
@@ -755,13 +754,22 @@ def test_secrets_are_nowhere(model, s3, caplog, capsys):
     assert plan["storage_options"] == {key: s3[key] for key in ("endpoint_url", "client_kwargs")}
     results = [safeload.run_piece(piece, storage_options=s3) for piece in plan.pieces]
     report = safeload.finalize(plan, results, storage_options=s3)
-    from builders.inside import destinations, resuming
+    tasks = []
 
-    folder = destinations.sink_of(destinations.where(url, s3))
-    runner = resuming.PieceRunner(folder, s3)
+    class Asked(ThreadPoolExecutor):
+        """Notes what it is given, as a pool of processes would pickle it."""
+
+        def submit(self, *task):
+            tasks.append(task)
+            return super().submit(*task)
+
+    with Asked(1) as executor:
+        safeload.convert(model, f"s3://{BUCKET}/asked", executor=executor, storage_options=s3, **HALF)
+    assert tasks
     written = contents(s3fs.S3FileSystem(**s3), f"{BUCKET}/secret", records=True).values()
-    told = [plan, results, report, str(report), folder, folder.location.shown, runner, *written]
-    told += [pickle.dumps(one).decode("latin-1") for one in (plan, folder, runner)]
+    told = [plan, results, report, str(report), *tasks, *written]
+    told += [pickle.dumps(one).decode("latin-1") for one in (plan, *tasks)]
+    assert any(f"{BUCKET}/asked" in one for one in told if isinstance(one, str))  # the folder is in the tasks
     with pytest.raises(OSError, match="bucket") as caught:
         safeload.convert(model, "s3://no-such-bucket/x", storage_options=s3, **HALF)
     told += [caught.value, caught.value.__cause__, caught.value.__context__, *capsys.readouterr()]

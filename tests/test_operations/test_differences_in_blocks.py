@@ -94,7 +94,8 @@ def files(tmp_path):
 @pytest.mark.parametrize(("size", "threads"), dealt([1024, 1 << 19], [3, 1]))
 def test_random_tables(tmp_path, monkeypatch, size, threads, seed):
     """In files, in memory, and one of each; in small and in large blocks."""
-    inside.tune(monkeypatch, diff_block_bytes=size, diff_block_numbers=size)
+    monkeypatch.setattr(inside.diff_values, "BYTES", size)
+    monkeypatch.setattr(inside.diff_values, "NUMBERS", size)
     a, b = models(seed)
     save_file(a, tmp_path / "a")
     save_file(dict(reversed(b.items())), tmp_path / "b")
@@ -139,7 +140,7 @@ def test_each_byte_counts(tmp_path):
 
 
 def test_the_bytes_of_a_large_tensor_are_compared_up_to_the_first_difference(tmp_path, monkeypatch):
-    inside.tune(monkeypatch, diff_block_bytes=4096)
+    monkeypatch.setattr(inside.diff_values, "BYTES", 4096)
     x = np.arange(1 << 17, dtype=np.float32)
     save_file({"x": x, "y": x}, tmp_path / "a")
     save_file({"x": x + 1, "y": x}, tmp_path / "b")

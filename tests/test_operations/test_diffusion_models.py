@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.diffusion import FILE_TYPES, INNER, MODELS, QUANTIZED, model, others
 from builders.http_server import Server
-from builders.inside import Catalog, comfyui, dtypes, main
+from builders.inside import main
 from builders.llama_quantize import digest
 from builders.paths import DATA, ROOT
 
@@ -157,18 +157,22 @@ def test_an_importance_matrix_weighs_columns(folder):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
 def test_every_way_to_read_a_divided_tensor_gives_its_rows(dtype):
-    name, row = "input_blocks.3.0.op.weight", dtypes.BY_CODE["F32"]
+    """Copied, converted, quantized from a file, and as arrays that are in memory."""
+    name = "input_blocks.3.0.op.weight"
     tensors = model("sd1", dtype)
     expected = tensors[name].astype(np.float32).reshape(36, 256)
-    with Catalog.of(tensors) as catalog:
-        diffusion = comfyui.recognized(catalog)
-        divided = comfyui.to_comfyui(catalog, diffusion)
-        assert divided.about(name).shape == (36, 256)
-        np.testing.assert_array_equal(divided.array(name).astype(np.float32), expected)
-        assert divided.source(name).shape == (36, 256)
-        out = np.empty((36, 256), np.float32)
-        divided.read_into(name, row, out)
-        np.testing.assert_array_equal(out, expected)
+    save_file(tensors, "x.safetensors")
+    for source in ("x.safetensors", tensors):
+        for options in ({}, {"dtype": "float32"}, {"dtype": "float16"}, {"quantize": "q8_0"}):
+            safeload.convert(source, "x.gguf", overwrite=True, **options)
+            with safeload.open("x.gguf", stored=True) as opened:
+                assert opened.tensors[name].shape == (36, 256)
+                value = opened[name]
+            if "quantize" in options:
+                assert value == safeload.quantize(expected, "q8_0")
+            else:
+                want = expected.astype(options.get("dtype", value.dtype))
+                np.testing.assert_array_equal(value.astype(np.float32), want.astype(np.float32))
 
 
 def test_a_url_is_converted(folder):

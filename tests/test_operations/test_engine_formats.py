@@ -135,7 +135,7 @@ def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path
         weights["x.weight"] = matrix(384, 256, 5)
     save_file(weights, tmp_path / "x.safetensors")
     whole = safeload.load_quantized(weights, name)
-    inside.tune(monkeypatch, local_weights=2000)
+    monkeypatch.setattr(inside.quantizing, "_LOCAL", 2000)
     for threads in (1, 3):
         assert safeload.load_quantized(weights, name, threads=threads) == whole
         assert safeload.load_quantized(tmp_path / "x.safetensors", name, threads=threads) == whole
@@ -143,7 +143,7 @@ def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("name", ["w8a8", "fp8_block", "nvfp4a16", "mlx3", "bnb_fp4"])
 def test_strips_from_a_network_do_not_change_the_result(name, monkeypatch, llama, tmp_path):
-    inside.tune(monkeypatch, remote_weights=20000)
+    monkeypatch.setattr(inside.quantizing, "_REMOTE", 20000)
     there = Served.folder(llama)
     safeload.convert(there.at("mem://model/model.safetensors"), tmp_path / "out", quantize=name, only="*_proj.weight")
     safeload.convert(llama / "model.safetensors", tmp_path / "expected", quantize=name, only="*_proj.weight")

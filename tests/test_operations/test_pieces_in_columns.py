@@ -11,7 +11,6 @@ from builders import inside
 from builders.calls import count_calls
 from builders.executors import Lazy, Plain
 from builders.inside import Catalog, executors
-from builders.inside import measure_stats as stats
 from builders.mixed_tensors import many
 from builders.quantized import FIXTURES
 from builders.random import rng
@@ -93,7 +92,8 @@ def test_an_interrupted_conversion_of_mixed_tensors_continues(mixed, tmp_path, n
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    inside.tune(monkeypatch, smallest_piece=4000, tensor_cost=100)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 100)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -220,12 +220,13 @@ def test_pieces_take_no_step_per_tensor(tmp_path, operation):
 
 def test_a_piece_decodes_few_tensors_of_a_large_file(tmp_path, monkeypatch):
     save_file({f"model.{k:05}": np.full(3, k, np.float32) for k in range(20_000)}, tmp_path / "x.safetensors")
-    inside.tune(monkeypatch, tensor_cost=0, smallest_piece=1200)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 0)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 1200)
     executor = Plain()
     expected = safeload.stats(tmp_path / "x.safetensors", only="model.000*")
     assert safeload.stats(tmp_path / "x.safetensors", only="model.000*", executor=executor) == expected
     assert len(executor.pieces) == 1
-    assert count_calls(lambda: stats.run(executor.pieces[0], 1)) < 4000
+    assert count_calls(lambda: safeload.run_piece(executor.pieces[0], threads=1)) < 4000
 
 
 # ---- the division into pieces ----
@@ -262,7 +263,9 @@ def divided(sizes, files, file):
 
 @pytest.mark.parametrize("cost", [0, 100])
 def test_groups_are_those_of_single_tensors(monkeypatch, cost):
-    inside.tune(monkeypatch, smallest_piece=4000, largest_piece=6000, tensor_cost=cost)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_LARGEST", 6000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", cost)
     assert executors.groups([], [], []) == []
     for _ in range(60):
         count, places = int(rng.integers(1, 300)), int(rng.integers(1, 9))

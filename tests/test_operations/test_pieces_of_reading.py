@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So many pieces as large checkpoints have."""
-    inside.tune(monkeypatch, smallest_piece=4000, tensor_cost=0)
+    monkeypatch.setattr(inside.executors, "_SMALLEST", 4000)
+    monkeypatch.setattr(inside.executors, "_TENSOR_COST", 0)
 
 
 def odd(seed=0):
@@ -487,23 +488,16 @@ def test_a_shard_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     folder = of_folder(tmp_path)
     shard = folder / "model-00003-of-00003.safetensors"
 
-    original, size = inside.executors.opened, shard.stat().st_size
+    original, size = inside.executors._reopened, shard.stat().st_size
 
-    class Truncated:
-        def __init__(self, *arguments):
-            os.truncate(shard, size)
-            os.utime(shard, ns=(0, time))
-            self._opened = original(*arguments)
+    def truncated(*arguments):
+        os.truncate(shard, size)
+        os.utime(shard, ns=(0, time))
+        opened = original(*arguments)
+        os.truncate(shard, size - 10)
+        return opened
 
-        def __enter__(self):
-            entered = self._opened.__enter__()
-            os.truncate(shard, size - 10)
-            return entered
-
-        def __exit__(self, *error):
-            return self._opened.__exit__(*error)
-
-    monkeypatch.setattr(inside.validation, "opened", Truncated)
+    monkeypatch.setattr(inside.executors, "_reopened", truncated)
     time = shard.stat().st_mtime_ns
     with safeload.open(folder) as checkpoint:
         found = safeload.check(checkpoint, executor=Plain())

@@ -26,7 +26,7 @@ _STEPS = inside.program("""
 import json, sys, time
 import numpy, ml_dtypes  # what every use of bfloat16 imports
 import safeload
-from builders.inside import validation
+from safeload import check
 
 def peak():
     with open("/proc/self/status") as file:

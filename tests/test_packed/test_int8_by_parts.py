@@ -58,7 +58,7 @@ def written(folder, tensors, said):
 @pytest.mark.parametrize("most", [1, 96 * 32, 2 * 24 * 64, 1 << 20])
 @pytest.mark.parametrize("make", [gptq, awq, experts])
 def test_parts_of_any_size(make, most, tmp_path, monkeypatch):
-    inside.tune(monkeypatch, quantized_at_a_time=most)
+    monkeypatch.setattr(inside.quantizing, "_AT_A_TIME", most)
     folder = written(tmp_path / "x", *make())
     ((name, dense),) = safeload.load(folder, dtype="float32").items()
     for axis in (None, *range(-dense.ndim, dense.ndim)):
@@ -75,7 +75,7 @@ def test_parts_of_any_size(make, most, tmp_path, monkeypatch):
 
 def test_a_weight_that_is_not_finite_is_told_by_its_index(tmp_path, monkeypatch):
     """A finite scale can make infinite weights."""
-    inside.tune(monkeypatch, quantized_at_a_time=96 * 32)
+    monkeypatch.setattr(inside.quantizing, "_AT_A_TIME", 96 * 32)
     tensors, said = gptq(scale=ml_dtypes.bfloat16)
     tensors["a.scales"][2, 70] = 3e38
     tensors["a.g_idx"][:50] = 1

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import atomic_file, main, recover_edit
+from builders.inside import atomic_file, main
 from builders.thorough import THOROUGH
 
 import safeload
@@ -42,6 +42,17 @@ def apply(path, *changes):
 
 def fail(file):
     raise RuntimeError
+
+
+def recovered(path, capsys):
+    """What the command says that it recovered."""
+    assert main(["edit", "--recover", str(path)]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"{path}: ")
+    return out[len(f"{path}: ") : -1]
+
+
+NOTHING, UNDONE = "no edit was interrupted", "the interrupted edit was undone"
 
 
 # ---- safetensors ----
@@ -299,7 +310,7 @@ def interrupt(path, content=b"\xff" * 30, key="k"):
 
 
 def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     data = interrupt(path)
     for reader in (safeload.open, safeload.load, safeload.numpy.load_file, safeload.edit):
         with pytest.raises(safeload.FormatError, match=f"safeload edit --recover {path}"):
@@ -309,12 +320,12 @@ def test_an_interrupted_edit_is_reported_and_undone(path, capsys, monkeypatch):
     assert "undone" in capsys.readouterr().out
     assert path.read_bytes() == data
     assert os.listdir(path.parent) == [path.name]
-    assert recover_edit(path) == "nothing"
+    assert recovered(path, capsys) == NOTHING
 
 
 @posix
 @pytest.mark.parametrize("sealed", [False, True])
-def test_recovery_leaves_files_that_are_being_written(path, sealed):
+def test_recovery_leaves_files_that_are_being_written(path, sealed, capsys):
     left = path.parent / f".{path.name}.0123456789abcdef.tmp"
     left.write_bytes(b"of a killed process")
     data = path.read_bytes()
@@ -323,20 +334,20 @@ def test_recovery_leaves_files_that_are_being_written(path, sealed):
             stream.write(data[:-8] + bytes(8))
         if sealed:  # as shards that wait for the last one
             file.seal()
-        assert recover_edit(path) == recover_edit(path.parent) == "nothing"
+        assert recovered(path, capsys) == recovered(path.parent, capsys) == NOTHING
         assert left.exists()
     assert path.read_bytes() == data[:-8] + bytes(8)
-    assert recover_edit(path) == "nothing"
+    assert recovered(path, capsys) == NOTHING
     assert not left.exists()
     assert not list(path.parent.glob("*.tmp"))
 
 
 @posix
-def test_recovery_leaves_temporary_files_of_filesystems_without_locks(path, monkeypatch):
+def test_recovery_leaves_temporary_files_of_filesystems_without_locks(path, monkeypatch, capsys):
     left = path.parent / f".{path.name}.0123456789abcdef.tmp"
     left.write_bytes(b"perhaps of a killed process")
     monkeypatch.setattr(inside.atomic_file, "lock", lambda descriptor: None)
-    recover_edit(path)
+    assert recovered(path, capsys) == NOTHING
     assert left.exists()
 
 
@@ -361,13 +372,13 @@ def test_a_child_that_was_forked_during_a_save_does_not_lock_the_file(path):
     assert safeload.open(path).metadata["step"] == "9"
 
 
-def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch):
-    inside.tune(monkeypatch, edit_pause=0)
+def test_an_interrupted_edit_of_a_gguf_file_is_reported_and_undone(gguf, monkeypatch, capsys):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     data = interrupt(gguf, key="general.name")
     for reader in (safeload.open, safeload.edit):
         with pytest.raises(safeload.FormatError, match="safeload edit --recover"):
             reader(gguf)
-    assert recover_edit(gguf) == "old"
+    assert recovered(gguf, capsys) == UNDONE
     assert gguf.read_bytes() == data
 
 
@@ -387,7 +398,7 @@ def test_a_header_of_odd_length_is_edited_in_place(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["other file", "cut", "text", "folder", "link", "nonsense"])
-def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path):
+def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path, capsys):
     interrupt(path, b"")
     place, before = journal_of(path), path.read_bytes()
     with open(place, "rb") as file:
@@ -408,22 +419,22 @@ def test_a_journal_that_does_not_belong_to_the_file_changes_nothing(fault, path)
         else:
             os.symlink(path, place)
     if fault in ("cut", "text", "nonsense"):
-        assert recover_edit(path) == "old"
+        assert recovered(path, capsys) == UNDONE
     else:
-        with pytest.raises(safeload.FormatError):
-            recover_edit(path)
+        assert main(["edit", "--recover", str(path)]) == 1
+        assert capsys.readouterr().err.startswith("safeload: the journal of an edit ")
     assert path.read_bytes() == before
 
 
-def test_a_file_that_was_replaced_after_an_interrupted_edit_is_kept(path):
+def test_a_file_that_was_replaced_after_an_interrupted_edit_is_kept(path, capsys):
     data = interrupt(path)
     other = bytearray(data)
     other[-1] ^= 1
     other[30] ^= 1  # in the header
     with path.open("r+b") as file:
         file.write(other)
-    with pytest.raises(safeload.FormatError, match="another program has changed the file"):
-        recover_edit(path)
+    assert main(["edit", "--recover", str(path)]) == 1
+    assert "another program has changed the file" in capsys.readouterr().err
     assert path.read_bytes() == other
 
 

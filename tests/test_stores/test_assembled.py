@@ -6,8 +6,7 @@ import time
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import AssembledStore, Box, Region
-from builders.inside import checked_boxes as checked
+from builders.inside import boxed
 from builders.random import rng
 from builders.thorough import part_of
 
@@ -67,21 +66,21 @@ def stored(part, kind):
     if kind == "padded":  # rows further apart than their bytes, as in border chunks of array stores
         padded = np.zeros([n + 2 for n in part.shape], part.dtype)
         padded[tuple(map(slice, part.shape))] = part
-        return Region(Bytes(b"xyz" + padded.tobytes()), 3, padded.strides)
+        return boxed.Region(Bytes(b"xyz" + padded.tobytes()), 3, padded.strides)
     if kind == "transposed":
-        return Region(Bytes(part.tobytes("F")), 0, np.array(part, order="F").strides)
-    return Region(Bytes(b"12345" + part.tobytes()), 5)
+        return boxed.Region(Bytes(part.tobytes("F")), 0, np.array(part, order="F").strides)
+    return boxed.Region(Bytes(b"12345" + part.tobytes()), 5)
 
 
 def assembled(tensors, kinds=("plain",)):
-    boxed = []
+    made = []
     for k, array in enumerate(tensors):
         boxes = []
         for offsets, sizes in tiling(array.shape) if array.ndim else [((), ())]:
             part = array[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-            boxes.append(Box(offsets, sizes, stored(part, kinds[int(rng.integers(len(kinds)))])))
-        boxed.append(checked(f"t{k}", array.shape, array.itemsize, boxes, "folder"))
-    return AssembledStore("folder", boxed, [], (1,)), boxed
+            boxes.append(boxed.Box(offsets, sizes, stored(part, kinds[int(rng.integers(len(kinds)))])))
+        made.append(boxed.checked(f"t{k}", array.shape, array.itemsize, boxes, "folder"))
+    return boxed.AssembledStore("folder", made, [], (1,)), made
 
 
 @pytest.mark.parametrize(
@@ -91,15 +90,15 @@ def test_every_range_of_random_tilings_has_the_bytes_of_the_whole(kinds):
     for _ in range(25):
         shapes = [tuple(map(int, rng.integers(1, 9, int(rng.integers(0, 4))))) for _ in range(3)]
         arrays = [rng.integers(0, 1 << 16, shape).astype(rng.choice(["u1", "<u2", "<u4"])) for shape in shapes]
-        store, boxed = assembled(arrays, kinds)
+        store, made = assembled(arrays, kinds)
         whole = bytearray(store.size)
-        for array, tensor in zip(arrays, boxed, strict=True):
+        for array, tensor in zip(arrays, made, strict=True):
             whole[tensor.begin : tensor.begin + array.nbytes] = array.tobytes()
         assert store.read_at(0, store.size) == whole
         for _ in range(20):
             begin, end = sorted(map(int, rng.integers(0, store.size + 1, 2)))
             assert store.read_at(begin, end - begin) == whole[begin:end]
-        for array, tensor in zip(arrays, boxed, strict=True):
+        for array, tensor in zip(arrays, made, strict=True):
             low = [int(rng.integers(n)) for n in array.shape]
             sizes = [int(rng.integers(1, n - k + 1)) for n, k in zip(array.shape, low, strict=True)]
             part = array[tuple(slice(k, k + n) for k, n in zip(low, sizes, strict=True))]
@@ -113,8 +112,8 @@ def test_a_slice_reads_only_the_boxes_and_rows_that_it_touches():
     stores, boxes = {}, []
     for row, column in itertools.product(range(0, 64, 16), repeat=2):
         stores[row, column] = Bytes(array[row : row + 16, column : column + 16].tobytes())
-        boxes.append(Box((row, column), (16, 16), Region(stores[row, column], 0)))
-    store = AssembledStore("folder", [checked("w", (64, 64), 4, boxes, "folder")], [], (1,))
+        boxes.append(boxed.Box((row, column), (16, 16), boxed.Region(stores[row, column], 0)))
+    store = boxed.AssembledStore("folder", [boxed.checked("w", (64, 64), 4, boxes, "folder")], [], (1,))
     target = np.empty((16, 2, 4), np.uint8)
     store.read_box(0, (16, 40), target)
     assert {key for key, box in stores.items() if box.reads} == {(16, 32)}
@@ -125,19 +124,20 @@ def test_a_slice_reads_only_the_boxes_and_rows_that_it_touches():
 def test_an_unpacked_box_is_unpacked_once_for_all_ranges_of_its_tensor():
     array = rng.integers(0, 255, (40, 50)).astype("u1")
     parts = [Unpacking(array[:, :25]), Unpacking(array[:, 25:])]
-    boxes = [Box((0, 25 * k), (40, 25), part) for k, part in enumerate(parts)]
-    store = AssembledStore("folder", [checked("w", array.shape, 1, boxes, "folder")], [], (1,))
+    boxes = [boxed.Box((0, 25 * k), (40, 25), part) for k, part in enumerate(parts)]
+    store = boxed.AssembledStore("folder", [boxed.checked("w", array.shape, 1, boxes, "folder")], [], (1,))
     assert b"".join(store.read_at(begin, 50) for begin in range(0, 2000, 50)) == array.tobytes()
     assert [part.count for part in parts] == [1, 1]
 
 
 def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
-    inside.tune(monkeypatch, assembled_kept=100)
+    monkeypatch.setattr(inside.boxed, "_KEPT", 100)
     arrays = [rng.integers(0, 255, 1000).astype("u1") for _ in range(5)]
     tensors = [
-        checked(f"t{k}", (1000,), 1, [Box((0,), (1000,), Unpacking(array))], "folder") for k, array in enumerate(arrays)
+        boxed.checked(f"t{k}", (1000,), 1, [boxed.Box((0,), (1000,), Unpacking(array))], "folder")
+        for k, array in enumerate(arrays)
     ]
-    store = AssembledStore("folder", tensors, [], (1,))
+    store = boxed.AssembledStore("folder", tensors, [], (1,))
     for tensor in tensors:
         store.read_at(tensor.begin, 1000)
     assert sum(elements.nbytes for elements in store._unpacked.values()) <= 1000
@@ -145,14 +145,14 @@ def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
 
 def test_thirty_thousand_unpacked_boxes_take_linear_time():
     array = np.arange(30_000, dtype="<u4")
-    boxes = [Box((k,), (1,), Unpacking(array[k : k + 1])) for k in range(len(array))]
-    store = AssembledStore("folder", [checked("w", array.shape, 4, boxes, "folder")], [], (1,))
+    boxes = [boxed.Box((k,), (1,), Unpacking(array[k : k + 1])) for k in range(len(array))]
+    store = boxed.AssembledStore("folder", [boxed.checked("w", array.shape, 4, boxes, "folder")], [], (1,))
     began = time.process_time()
     assert store.read_at(0, 120_000) == array.tobytes()
     assert time.process_time() - began < 10
 
 
-NOWHERE = Region(Bytes(b""), 0)
+NOWHERE = boxed.Region(Bytes(b""), 0)
 BAD = {
     "a hole": ((4, 4), [((0, 0), (2, 4)), ((3, 0), (1, 4))], "4 of 16 elements are in none of its 2 chunks"),
     "an overlap": ((4, 4), [((0, 0), (3, 4)), ((2, 0), (2, 4))], r"chunks overlap: \[3, 4\] at \[0, 0\]"),
@@ -171,20 +171,20 @@ BAD = {
 def test_what_does_not_tile_is_refused_by_tensor(case):
     shape, boxes, message = BAD[case]
     with pytest.raises(FormatError, match=message) as caught:
-        checked("the tensor", shape, 2, [Box(*box, NOWHERE) for box in boxes], "folder")
+        boxed.checked("the tensor", shape, 2, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
     assert (caught.value.tensor, caught.value.path) == ("the tensor", "folder")
 
 
 def test_replicas_and_empty_boxes_are_dropped():
     boxes = [((0, 0), (2, 4)), ((2, 0), (0, 4)), ((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (0, 4))]
-    assert len(checked("w", (4, 4), 1, [Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 2
-    assert checked("w", (0, 4), 1, [Box((0, 0), (0, 4), NOWHERE)], "folder").boxes == []
-    assert len(checked("w", (), 1, [Box((), (), NOWHERE)] * 3, "folder").boxes) == 1
+    assert len(boxed.checked("w", (4, 4), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 2
+    assert boxed.checked("w", (0, 4), 1, [boxed.Box((0, 0), (0, 4), NOWHERE)], "folder").boxes == []
+    assert len(boxed.checked("w", (), 1, [boxed.Box((), (), NOWHERE)] * 3, "folder").boxes) == 1
 
 
 def test_a_shape_beyond_any_memory_is_a_limit():
     with pytest.raises(LimitError, match="more bytes than any memory has"):
-        checked("w", (1 << 62, 4), 4, [Box((0, 0), (1 << 62, 4), NOWHERE)], "folder")
+        boxed.checked("w", (1 << 62, 4), 4, [boxed.Box((0, 0), (1 << 62, 4), NOWHERE)], "folder")
 
 
 def pinwheel(k):
@@ -200,10 +200,10 @@ def pinwheel(k):
 
 def test_boxes_that_interlock_are_compared_one_by_one():
     boxes = [box for k in range(50) for box in pinwheel(k)]
-    assert len(checked("w", (150, 3), 1, [Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 250
+    assert len(boxed.checked("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 250
     boxes[7] = ((3, 2), (3, 1))
     with pytest.raises(FormatError, match="overlap"):
-        checked("w", (150, 3), 1, [Box(*box, NOWHERE) for box in boxes], "folder")
+        boxed.checked("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
 
 
 def test_too_many_interlocked_boxes_are_a_limit():
@@ -212,11 +212,11 @@ def test_too_many_interlocked_boxes_are_a_limit():
         side = b - a
         rings += [((a, a), (1, side)), ((a, b), (side, 1)), ((b, a + 1), (1, side)), ((a + 1, a), (side, 1))]
     with pytest.raises(LimitError, match="more than 2,048 of its chunks interlock"):
-        checked("w", (size, size), 1, [Box(*box, NOWHERE) for box in rings], "folder")
+        boxed.checked("w", (size, size), 1, [boxed.Box(*box, NOWHERE) for box in rings], "folder")
     assert (
         len(
-            checked(
-                "w", (40, 40), 1, [Box((o[0] - 580, o[1] - 580), n, NOWHERE) for o, n in rings[4 * 580 :]], ""
+            boxed.checked(
+                "w", (40, 40), 1, [boxed.Box((o[0] - 580, o[1] - 580), n, NOWHERE) for o, n in rings[4 * 580 :]], ""
             ).boxes
         )
         == 80
@@ -227,8 +227,8 @@ def test_too_many_interlocked_boxes_are_a_limit():
 def test_a_hundred_thousand_boxes_take_linear_time(shape):
     sizes = (1, 3) if shape == (100_000, 3) else (1,) * len(shape)
     starts = (range(0, length, step) for length, step in zip(shape, sizes, strict=True))
-    boxes = [Box(index, sizes, NOWHERE) for index in itertools.product(*starts)]
+    boxes = [boxed.Box(index, sizes, NOWHERE) for index in itertools.product(*starts)]
     began = time.process_time()
-    tensor = checked("w", shape, 4, boxes, "folder")
+    tensor = boxed.checked("w", shape, 4, boxes, "folder")
     assert len(tensor.touched((0,) * len(shape), (1,) * len(shape))) == 1
     assert time.process_time() - began < 10

@@ -7,17 +7,7 @@ import json
 from typing import NamedTuple
 
 import pytest
-from builders.inside import (
-    LOCAL,
-    ExpectedFiles,
-    digest_in_cache,
-    files_of_manifest,
-    files_of_statement,
-    is_manifest,
-    parse_json,
-    verified,
-)
-from builders.inside import signature_statement as _statement
+from builders.inside import LOCAL, digests, parse_json, verified
 
 from safeload import VerificationError
 from safeload.errors import FormatError
@@ -54,16 +44,16 @@ SHARDS = statement(
 
 
 def test_files_of_a_statement():
-    signed = files_of_statement(GOOD, "x")
+    signed = digests.files_of_statement(GOOD, "x")
     assert list(signed.files) == ["a.txt", "d/b.txt"]
     assert signed.files["d/b.txt"] == ((0, None, "sha256", B),)
     assert signed.ignored[:2] == ("model.sig", "d/c")
-    shards = files_of_statement(SHARDS, "x")
+    shards = digests.files_of_statement(SHARDS, "x")
     assert shards.files["a"] == ((0, 5, "sha256", A), (5, 7, "sha256", B))
     backwards = copy.deepcopy(SHARDS)
     backwards["predicate"]["resources"].reverse()
     backwards["subject"][0]["digest"]["sha256"] = root_of(backwards["predicate"]["resources"])
-    assert files_of_statement(backwards, "x").files == shards.files
+    assert digests.files_of_statement(backwards, "x").files == shards.files
 
 
 def changed(base, *path, value):
@@ -132,7 +122,7 @@ BAD_STATEMENTS = {
 def test_malformed_statements_are_refused(case):
     content, message = BAD_STATEMENTS[case]
     with pytest.raises(VerificationError, match=message) as caught:
-        files_of_statement(content, "model.sig")
+        digests.files_of_statement(content, "model.sig")
     assert str(caught.value).startswith("model.sig: ")
 
 
@@ -142,10 +132,10 @@ def test_the_first_predicate_lists_files_as_subjects():
         "subject": [{"name": "a", "digest": {"sha256": A}}],
         "predicateType": "https://model_signing/Digests/v0.1",
     }
-    assert files_of_statement(content, "x").files == {"a": ((0, None, "sha256", A),)}
+    assert digests.files_of_statement(content, "x").files == {"a": ((0, None, "sha256", A),)}
     for subject in (None, [3], [{"name": "../a", "digest": {"sha256": A}}], [{"name": "a", "digest": {"sha1": A}}]):
         with pytest.raises(VerificationError):
-            files_of_statement({**content, "subject": subject}, "x")
+            digests.files_of_statement({**content, "subject": subject}, "x")
 
 
 def bundle(content, **fields):
@@ -168,7 +158,7 @@ BAD_BUNDLES = {
 def test_malformed_bundles_are_refused(case):
     content, message = BAD_BUNDLES[case]
     with pytest.raises(VerificationError, match=message):
-        _statement(parse_json(content, "the signature", "model.sig"), "model.sig")
+        digests._statement(parse_json(content, "the signature", "model.sig"), "model.sig")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +167,7 @@ def test_malformed_bundles_are_refused(case):
 )
 def test_what_is_no_json_is_refused(content):
     with pytest.raises((VerificationError, FormatError)):
-        _statement(parse_json(content, "the signature", "model.sig"), "model.sig")
+        digests._statement(parse_json(content, "the signature", "model.sig"), "model.sig")
 
 
 # ---- manifests of ours ----
@@ -188,11 +178,11 @@ def listing(**files):
 
 
 def test_files_of_a_manifest():
-    files = files_of_manifest(listing(a={"size": 3, "sha256": A.upper()}), "x")
+    files = digests.files_of_manifest(listing(a={"size": 3, "sha256": A.upper()}), "x")
     assert files == {"a": ((0, 3, "sha256", A),)}
-    assert files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x") is None
-    assert is_manifest(b' {"safeload_manifest": 1')
-    assert not is_manifest(b'{"dsseEnvelope": {}')
+    assert digests.files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x") is None
+    assert digests.is_manifest(b' {"safeload_manifest": 1')
+    assert not digests.is_manifest(b'{"dsseEnvelope": {}')
 
 
 @pytest.mark.parametrize(
@@ -215,7 +205,7 @@ def test_files_of_a_manifest():
 )
 def test_malformed_manifests_are_refused(files):
     with pytest.raises(VerificationError, match=r"^list\.json: "):
-        files_of_manifest({"safeload_manifest": 1, "files": files}, "list.json")
+        digests.files_of_manifest({"safeload_manifest": 1, "files": files}, "list.json")
 
 
 def test_a_manifest_does_not_list_a_file_twice():
@@ -225,7 +215,7 @@ def test_a_manifest_does_not_list_a_file_twice():
 
 @pytest.mark.parametrize("name", ["a", "a/b", "é", "a b", "ab:c", "..a", "a\\b", "C"])
 def test_other_names_are_fine(name):
-    assert list(files_of_manifest(listing(**{name: {"size": 3, "sha256": A}}), "x")) == [name]
+    assert list(digests.files_of_manifest(listing(**{name: {"size": 3, "sha256": A}}), "x")) == [name]
 
 
 # ---- names and digests ----
@@ -242,7 +232,7 @@ class Range(NamedTuple):
 
 def test_names_are_relative_to_the_root(tmp_path):
     files = {"a": (), "d/b": ()}
-    listed = ExpectedFiles("list", "none", str(tmp_path), files, ("ig",), "")
+    listed = digests.Expected("list", "none", str(tmp_path), files, ("ig",), "")
     assert listed.name_of(str(tmp_path / "d" / "b"), LOCAL) == "d/b"
     assert listed.name_of(str(tmp_path / "d" / ".." / "a"), LOCAL) in ("a", "d/../a")
     assert listed.name_of(str(tmp_path.parent / "a"), LOCAL) is None
@@ -287,8 +277,8 @@ def test_only_names_of_blobs_are_digests(tmp_path):
     blobs.mkdir()
     for name in (A, "a" * 40, f"sha256-{A}"):
         (blobs / name).write_bytes(b"")
-        assert digest_in_cache(str(blobs / name)).digest in name
+        assert digests.digest_in_cache(str(blobs / name)).digest in name
         (tmp_path / name).write_bytes(b"")
-        assert digest_in_cache(str(tmp_path / name)) is None
+        assert digests.digest_in_cache(str(tmp_path / name)) is None
     for name in ("x", "a" * 41, f"sha256-{A}.incomplete", A.upper()):
-        assert digest_in_cache(str(blobs / name)) is None
+        assert digests.digest_in_cache(str(blobs / name)) is None

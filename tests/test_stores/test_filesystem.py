@@ -19,11 +19,12 @@ from builders.http_server import Server
 from builders.terminal import press_ctrl_c
 
 fsspec = pytest.importorskip("fsspec")
-from builders.inside import Filesystem, RemoteFiles, local, thread_group  # noqa: E402
+from builders.inside import RemoteFiles, local, thread_group  # noqa: E402
 from fsspec.implementations.dirfs import DirFileSystem  # noqa: E402
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
 
+import safeload.remote  # noqa: E402
 from safeload import FormatError, UnsupportedError  # noqa: E402
 from safeload.errors import RemoteError, RemotePermissionError, RemoteTimeoutError  # noqa: E402
 
@@ -89,6 +90,12 @@ def faulty():
     return fs
 
 
+def opened(fs, path):
+    """Open a file of a filesystem of the caller's."""
+    location = safeload.remote.of_fsspec(fs, path)
+    return location.files.open(location.path)
+
+
 def assert_reads(store):
     memory = bytearray(len(CONTENT))
     store.read_into(0, memory)
@@ -125,7 +132,7 @@ def test_a_cache_of_https_which_lists_no_folders(cache, tmp_path):
 
 
 def test_a_read_takes_one_call(faulty):
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     assert (faulty.reads, faulty.infos) == ([], 2)  # once more to tell fields that differ from call to call
     store.read_at(0, 8)
     store.read_at(100, 1000)
@@ -195,7 +202,7 @@ def test_errors_that_pass_are_tried_again(error, faulty):
             raise error
 
     faulty.before = twice
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     memory = bytearray(100)
     store.read_into(50, memory)
     assert memory == CONTENT[50:150]
@@ -207,7 +214,7 @@ def test_errors_that_stay_end_with_url_and_bytes(error, faulty):
     def always(fs):
         raise error
 
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     faulty.before = always
     with pytest.raises(RemoteError, match=r"\(memory://m/model\.bin, bytes \[50, 150\)\)") as caught:
         store.read_into(50, bytearray(100))
@@ -232,7 +239,7 @@ def test_other_errors_are_not_tried_again(error, expected, faulty):
     def always(fs):
         raise error
 
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     faulty.before = always
     with pytest.raises(expected) as caught:
         store.read_into(0, bytearray(10))
@@ -243,7 +250,7 @@ def test_other_errors_are_not_tried_again(error, expected, faulty):
 
 
 def test_short_answers_are_tried_again_and_never_fill_memory(faulty):
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     faulty.change = lambda content: content[:-1]
     memory = bytearray(100)
     with pytest.raises(RemoteError, match="expected 100 bytes, got 99"):
@@ -256,7 +263,7 @@ def test_short_answers_are_tried_again_and_never_fill_memory(faulty):
 
 
 def test_a_store_that_ignores_ranges_is_refused(faulty):
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     faulty.change = lambda content: CONTENT
     with pytest.raises(UnsupportedError, match="ranges"):
         store.read_into(0, bytearray(10))
@@ -280,18 +287,49 @@ def test_no_secret_is_in_any_text(text, faulty, caplog):
     def always(fs):
         raise OSError(text)
 
-    backend = Filesystem(faulty)
     faulty.pipe_file("/m/model.bin?key=hidden-word", CONTENT)
-    store = backend.open("memory://m/model.bin?key=hidden-word")
+    location = safeload.remote.of_fsspec(faulty, "memory://m/model.bin?key=hidden-word")
+    store = location.files.open(location.path)
     faulty.before = always
     with pytest.raises(RemoteError) as caught:
         store.read_into(0, bytearray(10))
-    texts = [str(caught.value), repr(caught.value), repr(backend), repr(store), caplog.text]
+    texts = [str(caught.value), repr(caught.value), repr(location), repr(location.files), repr(store), caplog.text]
     texts += [repr(pickle.dumps(caught.value)), repr(RemoteFiles({"password": SECRET}))]
     texts += [repr(pickle.dumps(RemoteFiles({"password": SECRET, "x": {"secret": SECRET}})))]
     assert caplog.text
     for secret in (SECRET, "AKIAIOSFODNN7EXAMPLE", "abcdefgh", "hidden-word", "abc%2Bdef"):
         assert secret not in "".join(texts)
+
+
+def refusal(fs, error):
+    """The reason that is given for an error of a read."""
+
+    def always(fs):
+        raise error
+
+    store = opened(fs, "memory://m/model.bin")
+    fs.before = always
+    with pytest.raises(RemoteError) as caught:
+        store.read_into(0, bytearray(10))
+    text, found, _ = str(caught.value).partition(" (memory://m/model.bin, bytes [0, 10))")
+    assert found
+    return text.removeprefix(f"the store cannot be read: {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, "a://" * 250_000, "a" * 31 + "://" + "b:" * 500_000, "AKIA" * 250_000]
+)
+def test_a_long_error_takes_linear_time(text, faulty):
+    begun = time.perf_counter()
+    assert len(refusal(faulty, RuntimeError(text))) <= 500
+    assert time.perf_counter() - begun < 1
+
+
+def test_a_long_error_is_cut_between_words(faulty):
+    secret = "https://host/?signature=" + "s3cr3t" * 3000
+    for text in (f"{'x ' * 100}{secret}", secret, f"{'https://host/?y ' * 1020}{secret}"):
+        assert "s3cr3t" not in refusal(faulty, RuntimeError(text))
+        faulty.before = lambda fs: None
 
 
 def test_options_stay_as_they_are(memory, tmp_path):
@@ -338,7 +376,7 @@ def test_nothing_is_written_once_a_call_has_ended(faulty):
         entered.set()
         leave.wait()
 
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     faulty.before = wait
     memory, raised = bytearray(100), []
 
@@ -380,7 +418,6 @@ def test_a_block_cache_forgets_the_blocks_of_another_version(memory, tmp_path):
 @pytest.mark.parametrize("kind", ["filecache", "simplecache"])
 def test_a_download_that_breaks_off_is_not_kept(kind, faulty, tmp_path):
     cache = fsspec.filesystem(kind, fs=faulty, cache_storage=str(tmp_path))
-    backend = Filesystem(cache)
 
     def half(rpath, lpath, **options):
         Path(lpath).write_bytes(CONTENT[:1000])
@@ -388,9 +425,9 @@ def test_a_download_that_breaks_off_is_not_kept(kind, faulty, tmp_path):
 
     faulty.get_file = half
     with pytest.raises(RemoteError, match="reset"):
-        backend.open("memory://m/model.bin")
+        opened(cache, "memory://m/model.bin")
     del faulty.get_file
-    assert backend.open("memory://m/model.bin").size == len(CONTENT)
+    assert opened(cache, "memory://m/model.bin").size == len(CONTENT)
 
 
 def test_half_of_a_file_in_a_cache_is_found_out(memory, tmp_path):
@@ -438,14 +475,14 @@ def test_file_urls_are_files_of_this_machine(tmp_path):
 
 def test_a_local_filesystem_object_opens_files_of_this_machine(tmp_path):
     (tmp_path / "model.bin").write_bytes(CONTENT)
-    store = Filesystem(LocalFileSystem()).open((tmp_path / "model.bin").as_uri())
+    store = opened(LocalFileSystem(), (tmp_path / "model.bin").as_uri())
     assert isinstance(store, local.LocalStore)
     assert_reads(store)
 
 
 def test_a_part_of_a_filesystem_is_a_filesystem(memory):
     part = DirFileSystem(path=memory, fs=MemoryFileSystem())
-    assert_reads(Filesystem(part).open("dir://model.bin"))
+    assert_reads(opened(part, "dir://model.bin"))
 
 
 # ---- uploads ----
@@ -455,7 +492,7 @@ def uploads(kind, folder, tmp_path):
     return {
         "memory": (RemoteFiles().backend(folder), folder),
         "file": (RemoteFiles().backend("file:///"), (tmp_path / "out").as_uri()),
-        "local": (Filesystem(LocalFileSystem()), (tmp_path / "out").as_uri()),
+        "local": (safeload.remote.of_fsspec(LocalFileSystem(), "/").files.backend("/"), (tmp_path / "out").as_uri()),
         "chain": (RemoteFiles({}).backend(f"simplecache::{folder}"), f"simplecache::{folder}"),
     }[kind]
 
@@ -570,7 +607,7 @@ def test_a_forked_process_reads_on(chain, memory, tmp_path):
 
 
 def test_ctrl_c_ends_a_read(faulty):
-    store = Filesystem(faulty).open("memory://m/model.bin")
+    store = opened(faulty, "memory://m/model.bin")
     late = threading.Event()
     faulty.before = lambda fs: late.wait(30)
     timer = threading.Timer(0.2, press_ctrl_c)

@@ -18,9 +18,10 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import HttpStore, RemoteFiles, Web, local, thread_group
+from builders.inside import RemoteFiles, local, thread_group
 from builders.remote import WINDOW, read
 
+import safeload.remote
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
 
@@ -85,7 +86,7 @@ def test_no_secret_is_shown(fault, first, caplog):
     fault.first, fault.seen = first, server.itertools.count()
     with serve(fault) as there:
         url = there.url("/a?key=qu3ry#qu3ry", user="us3r:s3cr3t@")
-        web = Web({"headers": {"X-Key": "t0ken"}, "timeout": 0.1, "retries": 1})
+        web = RemoteFiles({"headers": {"X-Key": "t0ken"}, "timeout": 0.1, "retries": 1})
         store, error = None, None
         try:
             store = web.open(url)
@@ -94,7 +95,7 @@ def test_no_secret_is_shown(fault, first, caplog):
             error = caught
         assert there.requests[0].headers["x-key"] == "t0ken"
     shown = "\n".join(
-        [in_all_words(error), repr(web), repr(store), caplog.text, *map(repr, vars(store or web).values())]
+        [in_all_words(error), repr(web), repr(store), caplog.text, *map(repr, vars(store or web.backend(url)).values())]
     )
     for secret in SECRETS:
         assert secret not in shown
@@ -110,7 +111,7 @@ def test_other_programs_keep_their_log(caplog):
 
 def test_a_store_is_not_pickled():
     with serve() as there:
-        store = Web({}).open(there.url("/a?qu3ry"))
+        store = RemoteFiles({}).open(there.url("/a?qu3ry"))
         with pytest.raises(TypeError, match="cannot be copied or pickled") as caught:
             pickle.dumps(store)
         assert "qu3ry" not in str(caught.value)
@@ -119,7 +120,7 @@ def test_a_store_is_not_pickled():
 
 def test_user_and_password_of_the_url_are_sent_as_a_header():
     with serve() as there:
-        Web({}).open(there.url("/a", user="me%40here:p%C3%A4ss@")).close()
+        RemoteFiles({}).open(there.url("/a", user="me%40here:p%C3%A4ss@")).close()
         assert (
             there.requests[0].headers["authorization"] == "Basic " + base64.b64encode("me@here:päss".encode()).decode()
         )
@@ -131,7 +132,7 @@ def test_user_and_password_of_the_url_are_sent_as_a_header():
 
 def test_redirects_are_followed_once_and_remembered():
     with serve(server.redirect("/c?x=1", path="/b"), server.redirect("b", code=307, path="/a")) as there:
-        store = Web({"headers": {"X-Key": "1"}}).open(there.url("/a"))
+        store = RemoteFiles({"headers": {"X-Key": "1"}}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert [request.path for request in there.requests] == ["/a", "/b", "/c?x=1", "/c?x=1"]
         assert all(request.headers["x-key"] == "1" for request in there.requests)
@@ -144,7 +145,7 @@ def test_headers_are_sent_to_no_other_host_or_port():
     with serve() as other, serve() as there:
         there.faults.append(server.redirect(other.url("/b?qu3ry")))
         options = {"headers": {"X-Key": "1", "Cookie": "c", "authorization": "overwritten"}}
-        store = Web(options).open(there.url("/a", user="us3r:s3cr3t@"))
+        store = RemoteFiles(options).open(there.url("/a", user="us3r:s3cr3t@"))
         assert read(store) == CONTENT[WINDOW:]
         assert there.requests[0].headers["x-key"] == "1"
         assert there.requests[0].headers["authorization"].startswith("Basic ")
@@ -158,9 +159,9 @@ def test_a_redirect_from_https_to_http_is_refused():
     with serve() as plain, serve(tls=True) as there:
         there.faults.append(server.redirect(plain.url("/b?qu3ry"), path="/a"))
         with pytest.raises(RemoteError, match=r"redirects from https to http .http://"):
-            Web({"verify": CERTIFICATE}).open(there.url("/a"))
+            RemoteFiles({"verify": CERTIFICATE}).open(there.url("/a"))
         plain.faults.append(server.redirect(there.url("/b"), path="/a"))
-        store = Web({"verify": str(CERTIFICATE), "headers": {"X-Key": "1"}}).open(plain.url("/a"))
+        store = RemoteFiles({"verify": str(CERTIFICATE), "headers": {"X-Key": "1"}}).open(plain.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert "x-key" not in there.requests[-1].headers
         store.close()
@@ -183,24 +184,24 @@ def test_redirects_that_lead_nowhere_are_errors(faults, message, requests):
         fault.seen = server.itertools.count()
     with serve(*faults) as there:
         with pytest.raises(RemoteError, match=message):
-            Web({}).open(there.url("/a"))
+            RemoteFiles({}).open(there.url("/a"))
         assert len(there.requests) == requests
 
 
 def test_there_are_ten_redirects_at_most():
     chain = {f"/{k}": server.redirect(f"/{k + 1}", path=f"/{k}") for k in range(20)}
     with serve(*chain.values(), files={"/20": CONTENT}) as there:
-        store = Web({}).open(there.url("/10"))
+        store = RemoteFiles({}).open(there.url("/10"))
         assert len(there.requests) == 11
         with pytest.raises(RemoteError, match="more than 10 times"):
-            Web({}).open(there.url("/9"))
+            RemoteFiles({}).open(there.url("/9"))
         assert len(there.requests) == 22
         store.close()
 
 
 def test_a_redirect_of_a_later_range_is_followed():
     with serve() as other, serve() as there:
-        store = Web({"headers": {"X-Key": "1"}}).open(there.url("/a"))
+        store = RemoteFiles({"headers": {"X-Key": "1"}}).open(there.url("/a"))
         there.faults.append(server.redirect(other.url("/b")))
         assert read(store) == CONTENT[WINDOW:]
         assert read(store) == CONTENT[WINDOW:]
@@ -215,7 +216,7 @@ def test_a_redirect_to_another_version_is_an_error():
         for etag in ("strong", None):
             other.etag = etag
             there.faults.clear()
-            store = Web({}).open(there.url("/a"))
+            store = RemoteFiles({}).open(there.url("/a"))
             there.faults.append(server.redirect(other.url("/b")))
             with pytest.raises(FormatError, match="has changed since it was opened"):
                 read(store)
@@ -227,10 +228,10 @@ def test_locations_beyond_ascii_are_understood():
     with serve(files={name: CONTENT}) as there:
         raw = f"HTTP/1.1 302 Found\r\nLocation: {name}\r\nContent-Length: 0\r\n\r\n".encode()
         there.faults.append(server.garbage(raw, path="/a"))
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         store.close()
-        store = Web({}).open(there.url(name))
+        store = RemoteFiles({}).open(there.url(name))
         assert read(store) == CONTENT[WINDOW:]
         store.close()
 
@@ -240,11 +241,17 @@ def test_locations_beyond_ascii_are_understood():
 
 def test_an_expired_url_is_resolved_again():
     """As the Hub and presigned URLs have it; in several threads at once, the resolving is done by one."""
+    memory_fs = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
     issued = []
 
-    def resolve():
-        issued.append(there.url(f"/a?signature={len(issued)}"))
-        return client.target_of(issued[-1], {})
+    class Signing(memory_fs):
+        """What s3fs has that signs URLs."""
+
+        protocol, call_s3, cachable = "s3", None, False
+
+        def url(self, path, **options):
+            issued.append(there.url(f"/a?signature={len(issued)}"))
+            return issued[-1]
 
     def check(answer, request):
         if request.path != f"/a?signature={valid[0]}":
@@ -252,7 +259,9 @@ def test_an_expired_url_is_resolved_again():
 
     valid = [0]
     with serve(server.Fault(check)) as there:
-        store = HttpStore("s3://bucket/a", resolve, client.Client({}))
+        location = safeload.remote.of_fsspec(Signing(), "s3://bucket/a")
+        store = location.files.open(location.path)
+        assert len(issued) == 1
         valid[0] = 1
         memory = [bytearray(1000) for _ in range(8)]
         spans = [[local.Span(WINDOW + 1000 * k, memoryview(one))] for k, one in enumerate(memory)]
@@ -275,7 +284,7 @@ def test_an_expired_redirect_is_followed_again():
     with serve(server.redirect("/b?1", path="/a", times=1), server.redirect("/b?2", path="/a")) as there:
         there.faults.reverse()
         there.faults[0].first = 1
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         there.faults.append(
             server.Fault(lambda answer, request: request.path == "/b?1" and server.status(403).change(answer, request))
         )
@@ -290,16 +299,16 @@ def test_an_expired_redirect_is_followed_again():
 def test_certificates_are_checked():
     with serve(tls=True) as there:
         with pytest.raises(RemoteError, match="certificate is not trusted: self") as caught:
-            Web({}).open(there.url("/a?qu3ry"))
+            RemoteFiles({}).open(there.url("/a?qu3ry"))
         assert "tried" not in str(caught.value)
         for options in ({"verify": CERTIFICATE}, {"ssl_context": ssl.create_default_context(cafile=CERTIFICATE)}):
             for host in ("localhost", "127.0.0.1")[: 1 if urllib3.__version__ < "2" else 2]:
-                store = Web(options).open(there.url("/a", host))
+                store = RemoteFiles(options).open(there.url("/a", host))
                 assert read(store) == CONTENT[WINDOW:]
                 store.close()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            Web({"verify": False}).open(there.url("/a")).close()
+            RemoteFiles({"verify": False}).open(there.url("/a")).close()
 
 
 def test_the_systems_certificates_are_read_once(monkeypatch, tmp_path):
@@ -312,17 +321,17 @@ def test_the_systems_certificates_are_read_once(monkeypatch, tmp_path):
             monkeypatch.setenv("SSL_CERT_FILE", trusted)
             for _ in range(2):
                 if trusted == str(CERTIFICATE):
-                    Web({}).open(there.url("/a", "localhost")).close()
+                    RemoteFiles({}).open(there.url("/a", "localhost")).close()
                 else:
                     with pytest.raises(RemoteError, match="certificate is not trusted"):
-                        Web({}).open(there.url("/a", "localhost"))
+                        RemoteFiles({}).open(there.url("/a", "localhost"))
             assert len(made) == count
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            Web({"verify": False}).open(there.url("/a")).close()
+            RemoteFiles({"verify": False}).open(there.url("/a")).close()
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
         with pytest.raises(RemoteError, match="certificate is not trusted"):
-            Web({}).open(there.url("/a", "localhost"))
+            RemoteFiles({}).open(there.url("/a", "localhost"))
     client._system_context.cache_clear()
 
 
@@ -330,12 +339,12 @@ def test_a_certificate_for_another_host_is_refused(monkeypatch):
     asked = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: asked("127.0.0.1", *rest))
     with serve(tls=True) as there, pytest.raises(RemoteError, match="certificate is not trusted"):
-        Web({"verify": CERTIFICATE}).open(there.url("/a", "other.example"))
+        RemoteFiles({"verify": CERTIFICATE}).open(there.url("/a", "other.example"))
 
 
 def test_a_server_that_speaks_no_tls_is_an_error_at_once():
     with serve() as there, pytest.raises(RemoteError, match="TLS failed") as caught:
-        Web({}).open(there.url("/a").replace("http:", "https:"))
+        RemoteFiles({}).open(there.url("/a").replace("http:", "https:"))
     assert "tried" not in str(caught.value)
 
 
@@ -363,28 +372,28 @@ def test_a_server_that_speaks_no_tls_is_an_error_at_once():
 )
 def test_wrong_options_are_errors(options, message):
     with pytest.raises((TypeError, ValueError), match=message) as caught:
-        Web(options)
+        RemoteFiles(options).open("https://127.0.0.1:9/a")
     assert "t0ken" not in str(caught.value)
 
 
 def test_a_path_of_certificates_that_leads_nowhere_is_an_error_at_once(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"verify: no such certificate file or folder: '.*none\.pem'"):
-        Web({"verify": tmp_path / "none.pem"})
+        RemoteFiles({"verify": tmp_path / "none.pem"}).open("https://127.0.0.1:9/a")
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///a", "http://:80/a", "http://[::1/a", "http://host:x/a"])
 def test_urls_without_a_host_are_errors(url):
     with pytest.raises(RemoteError, match=r"this URL cannot be opened: its? (has no host|host is not|port is not)"):
-        Web({}).open(url)
+        RemoteFiles({}).open(url)
 
 
 def test_there_are_no_folders_and_no_uploads():
-    web = Web({})
+    web = RemoteFiles({})
     assert not web.is_folder("https://host/folder/")
     with pytest.raises(UnsupportedError, match=r"https://host/folder/: https has no folders: open an index"):
         web.listing("https://host/folder/?qu3ry")
     with pytest.raises(UnsupportedError, match="https is read-only"):
-        web.upload("here", "https://host/there?qu3ry")
+        web.backend("https://host/").upload("here", "https://host/there?qu3ry")
 
 
 def test_files_behind_urls_are_opened_by_their_scheme():
@@ -402,7 +411,7 @@ def test_proxies_of_the_environment_are_used(monkeypatch):
     # A request to a proxy has the whole URL; this server gives the file of its path.
     with serve() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url(user="us3r:s3cr3t@"))
-        store = Web({"headers": {"X-Key": "1"}}).open("http://weights.example/a?x=1")
+        store = RemoteFiles({"headers": {"X-Key": "1"}}).open("http://weights.example/a?x=1")
         assert read(store) == CONTENT[WINDOW:]
         assert {request.path for request in proxy.requests} == {"http://weights.example/a?x=1"}
         wanted = "Basic " + base64.b64encode(b"us3r:s3cr3t").decode()
@@ -410,14 +419,14 @@ def test_proxies_of_the_environment_are_used(monkeypatch):
         store.close()
         with serve() as there:
             monkeypatch.setenv("no_proxy", "127.0.0.1")
-            Web({}).open(there.url("/a")).close()
+            RemoteFiles({}).open(there.url("/a")).close()
             assert len(there.requests) == 1
 
 
 def test_https_goes_through_a_tunnel(monkeypatch):
     with serve() as proxy, serve(tls=True) as there:
         monkeypatch.setenv("https_proxy", f"127.0.0.1:{proxy.port}")
-        store = Web({"verify": CERTIFICATE, "headers": {"X-Key": "1"}}).open(there.url("/a", "localhost"))
+        store = RemoteFiles({"verify": CERTIFICATE, "headers": {"X-Key": "1"}}).open(there.url("/a", "localhost"))
         assert read(store) == CONTENT[WINDOW:]
         assert [(request.method, request.path) for request in proxy.requests] == [
             ("CONNECT", f"localhost:{there.port}")
@@ -431,20 +440,20 @@ def test_proxies_that_refuse_are_named(monkeypatch):
         monkeypatch.setenv("http_proxy", proxy.url(user="us3r:s3cr3t@"))
         monkeypatch.setenv("https_proxy", "http://us3r:s3cr3t@127.0.0.1:1")
         with pytest.raises(RemotePermissionError, match="proxy"):
-            Web({}).open("http://weights.example/a")
+            RemoteFiles({}).open("http://weights.example/a")
         with pytest.raises(RemoteError, match="the proxy: the connection failed") as caught:
-            Web({"retries": 0}).open("https://weights.example/a")
+            RemoteFiles({"retries": 0}).open("https://weights.example/a")
         assert "s3cr3t" not in in_all_words(caught.value)
         monkeypatch.setenv("http_proxy", "ftp://127.0.0.1:1")
         with pytest.raises(UnsupportedError, match="proxies must use http, https or socks, got ftp"):
-            Web({}).open("http://weights.example/a")
+            RemoteFiles({}).open("http://weights.example/a")
 
 
 def test_a_socks_proxy_needs_a_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "socks", None)
     monkeypatch.setenv("http_proxy", "socks5://us3r:s3cr3t@127.0.0.1:1")
     with pytest.raises(ModuleNotFoundError, match="SOCKS proxies need PySocks, which is not installed: pip install"):
-        Web({}).open("http://weights.example/a")
+        RemoteFiles({}).open("http://weights.example/a")
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -453,7 +462,7 @@ def test_a_socks_proxy_is_used(monkeypatch, tls):
     with serve(tls=tls) as there, SocksProxy() as proxy:
         monkeypatch.setenv("https_proxy" if tls else "http_proxy", f"socks5h://127.0.0.1:{proxy.port}")
         monkeypatch.delenv("no_proxy", raising=False)
-        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
+        store = RemoteFiles({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
         assert read(store) == CONTENT[WINDOW:]
         assert proxy.hosts == ["localhost"]
         store.close()

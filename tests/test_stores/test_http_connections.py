@@ -18,7 +18,7 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import Web, local, thread_group
+from builders.inside import RemoteFiles, local, thread_group
 from builders.remote import WINDOW, read
 from builders.threads import threads
 
@@ -43,7 +43,7 @@ def serve(*faults, files=FILES, **options):
 
 def test_connections_are_kept_until_the_last_file_is_closed():
     with serve() as there:
-        web = Web({})
+        web = RemoteFiles({})
         one, two = web.open(there.url("/a")), web.open(there.url("/b"))
         one.close()
         assert read(two) == CONTENT[WINDOW:]
@@ -55,7 +55,7 @@ def test_connections_are_kept_until_the_last_file_is_closed():
 
 def test_a_connection_that_the_server_has_closed_is_made_again():
     with serve() as there:
-        store = Web({"retries": 0}).open(there.url("/a"))
+        store = RemoteFiles({"retries": 0}).open(there.url("/a"))
         for one in list(there._sockets):
             one.shutdown(socket.SHUT_RDWR)
         time.sleep(0.05)
@@ -76,12 +76,12 @@ def test_a_connection_that_is_reset_at_once_is_an_error_that_names_the_url():
         there._server.process_request = refuse
         for _ in range(30):
             with pytest.raises(RemoteError, match=r"connection.*127"):
-                Web({"retries": 0}).open(there.url("/a"))
+                RemoteFiles({"retries": 0}).open(there.url("/a"))
 
 
 def test_many_threads_read_at_once():
     with serve(latency=0.05) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         memory = bytearray(len(CONTENT))
         view, step = memoryview(memory), len(CONTENT) // 64
         tasks = [
@@ -106,7 +106,7 @@ def read_in_child(store, pipe):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_makes_connections_of_its_own():
     with serve() as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         ours, theirs = multiprocessing.Pipe()
         child = multiprocessing.get_context("fork").Process(target=read_in_child, args=(store, theirs))
         child.start()
@@ -146,7 +146,7 @@ def test_a_read_ends_at_once(where, tls):
         "between tries": server.status(503, retry_after=50, first=1),
     }[where]
     with serve(fault, tls=tls) as there:
-        store = Web({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
+        store = RemoteFiles({"verify": CERTIFICATE} if tls else {}).open(there.url("/a", "localhost"))
         memory = bytearray(len(CONTENT))
         tasks = [functools.partial(store.read_spans, [local.Span(WINDOW, memoryview(memory)[WINDOW:])])] * 4
         until = [None]
@@ -182,7 +182,7 @@ def test_an_opening_ends_at_once(stage):
                 one.setblocking(False)
                 one.connect_ex(deaf.getsockname())
                 waiting.append(one)
-        task = functools.partial(Web({"connect_timeout": 30}).open, f"https://{place}/a")
+        task = functools.partial(RemoteFiles({"connect_timeout": 30}).open, f"https://{place}/a")
         begun = time.monotonic()
         with pytest.raises(EndError):
             thread_group.run([task], 1, interrupt_when(lambda: time.monotonic() > begun + 0.3))
@@ -196,9 +196,9 @@ def test_an_opening_ends_at_once(stage):
 def test_ctrl_c_ends_an_opening_in_the_main_thread():
     code = inside.program("""
 import sys, time
-from builders.inside import Web
+from builders.inside import RemoteFiles
 try:
-    Web({}).open(sys.argv[1])
+    RemoteFiles({}).open(sys.argv[1])
 except KeyboardInterrupt:
     print("ended")
 """)
@@ -216,7 +216,7 @@ except KeyboardInterrupt:
 def test_an_open_file_leaves_nothing_behind(recwarn):
     with serve() as there, serve(tls=True) as secure:
         for url in (there.url("/a"), secure.url("/a", "localhost")):
-            store = Web({"verify": CERTIFICATE}).open(url)
+            store = RemoteFiles({"verify": CERTIFICATE}).open(url)
             line = weakref.ref(store)
             del store
             gc.collect()
@@ -231,7 +231,7 @@ def test_an_open_file_leaves_nothing_behind(recwarn):
 def test_a_read_goes_on_where_another_thread_closes_the_last_file(monkeypatch):
     pools = urllib3.connectionpool.HTTPConnectionPool
     with serve() as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         close = functools.partial(inside.http_client._close, store._client._managers)
         closing, urlopen = iter([close]), pools.urlopen
 
@@ -251,7 +251,7 @@ def test_a_server_of_http_1_0_is_understood(tmp_path):
     handler = functools.partial(QuietHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
         threading.Thread(target=there.serve_forever, args=(0.02,)).start()
-        store = Web({}).open(f"http://127.0.0.1:{there.server_address[1]}/a")
+        store = RemoteFiles({}).open(f"http://127.0.0.1:{there.server_address[1]}/a")
         assert read(store, 0) == CONTENT
         store.close()
         there.shutdown()
@@ -264,7 +264,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 def test_the_first_error_ends_all_reads():
     with serve(server.stall(1000, first=1, path="/a"), server.status(404, first=1, path="/b")) as there:
-        web = Web({})
+        web = RemoteFiles({})
         slow, bad = web.open(there.url("/a")), web.open(there.url("/b"))
         begun = time.monotonic()
         with pytest.raises(FileNotFoundError):

@@ -8,7 +8,7 @@ import pytest
 from builders import http_faults as server
 from builders import inside
 from builders.http_server import CERTIFICATE, Server
-from builders.inside import Web, local
+from builders.inside import RemoteFiles, local
 from builders.remote import WINDOW, read
 
 from safeload import FormatError, UnsupportedError
@@ -63,7 +63,7 @@ def test_what_passes_is_tried_again(fault, first):
     fault.first, fault.times = first, 1
     fault.seen = server.itertools.count()
     with serve(fault) as there:
-        store = Web({"timeout": 0.3}).open(there.url("/a"))
+        store = RemoteFiles({"timeout": 0.3}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert store.read_at(0, 10) == CONTENT[:10]
         assert len(there.requests) == 3
@@ -73,7 +73,7 @@ def test_what_passes_is_tried_again(fault, first):
 def test_reading_goes_on_at_the_byte_that_was_reached():
     faults = server.short(MIB, first=1, times=1), server.short(MIB + 7, first=2, times=1)
     with serve(*faults) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert read(store, 0) == CONTENT
         begins = [0, 0, MIB, 2 * MIB + 7]
         assert [request.range[0] for request in there.requests] == begins
@@ -85,7 +85,7 @@ def test_reading_goes_on_at_the_byte_that_was_reached():
 @pytest.mark.parametrize("fault", [server.short, server.reset, server.stall])
 def test_reading_over_tls_goes_on_near_the_byte_that_was_reached(fault):
     with serve(fault(MIB, first=1, times=1), tls=True) as there:
-        store = Web({"verify": CERTIFICATE, "timeout": 0.3}).open(there.url("/a", "localhost"))
+        store = RemoteFiles({"verify": CERTIFICATE, "timeout": 0.3}).open(there.url("/a", "localhost"))
         assert read(store, 0) == CONTENT
         assert len(there.requests) == 3
         if fault is not server.reset:  # which may overtake the bytes before it
@@ -95,11 +95,11 @@ def test_reading_over_tls_goes_on_near_the_byte_that_was_reached(fault):
 
 def test_a_range_that_moves_on_may_break_off_more_often_than_one_that_does_not():
     with serve(server.short(MIB, first=1)) as there:
-        store = Web({"retries": 1}).open(there.url("/a"))
+        store = RemoteFiles({"retries": 1}).open(there.url("/a"))
         assert read(store, 0) == CONTENT
         store.close()
     with serve(server.short(MIB // 8, first=1)) as there:
-        store = Web({"retries": 3}).open(there.url("/a"))
+        store = RemoteFiles({"retries": 3}).open(there.url("/a"))
         with pytest.raises(RemoteError, match=r"broke off .* tried 4 times"):
             read(store, 0)
         assert len(there.requests) == 5
@@ -125,7 +125,7 @@ def test_what_does_not_pass_ends_after_some_tries(fault, error, message):
         fault.first, fault.seen = first, server.itertools.count()
         with serve(fault) as there:
             with pytest.raises(error, match=message) as caught:
-                read(Web({"timeout": 0.1, "retries": 2}).open(there.url("/a")))
+                read(RemoteFiles({"timeout": 0.1, "retries": 2}).open(there.url("/a")))
             assert len(there.requests) == first + 3
             assert caught.value.path == there.url("/a")
             begin, end = caught.value.begin, caught.value.end
@@ -160,7 +160,7 @@ def test_what_does_not_pass_ends_after_some_tries(fault, error, message):
 def test_other_bytes_than_those_asked_for_are_never_taken(fault, message):
     fault.first, fault.seen = 1, server.itertools.count()
     with serve(fault) as there:
-        store = Web({"timeout": 0.3, "retries": 2}).open(there.url("/a"))
+        store = RemoteFiles({"timeout": 0.3, "retries": 2}).open(there.url("/a"))
         memory = bytearray(len(CONTENT) - WINDOW)
         with pytest.raises(RemoteError, match=message):
             store.read_into(WINDOW, memory)
@@ -171,7 +171,7 @@ def test_other_bytes_than_those_asked_for_are_never_taken(fault, message):
 
 def test_a_body_without_a_length_ends_where_the_range_does():
     with serve(server.header("Content-Length", None, first=1)) as there:
-        store = Web({"timeout": 5}).open(there.url("/a"))
+        store = RemoteFiles({"timeout": 5}).open(there.url("/a"))
         assert [read(store), read(store, 0)] == [CONTENT[WINDOW:], CONTENT]
         assert there.connections == 2  # nothing tells where the next answer begins
         store.close()
@@ -190,7 +190,7 @@ def test_a_body_without_a_length_ends_where_the_range_does():
 def test_a_file_that_has_changed_is_an_error(fault, message):
     fault.first, fault.seen = 1, server.itertools.count()
     with serve(fault) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         with pytest.raises(FormatError, match=f"has changed since it was opened: .*{message}"):
             read(store)
         store.close()
@@ -199,7 +199,7 @@ def test_a_file_that_has_changed_is_an_error(fault, message):
 @pytest.mark.parametrize("etag", ["strong", "weak", None])
 def test_a_file_that_is_replaced_is_an_error(etag):
     with serve(etag=etag) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert store.version[0] == len(CONTENT)
         there.files["/a"] = CONTENT[::-1]
         if etag is None:
@@ -211,7 +211,7 @@ def test_a_file_that_is_replaced_is_an_error(etag):
 
 def test_an_empty_etag_is_none():
     with serve(server.header("ETag", "")) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert store.version[1].endswith("GMT")
         assert not any("if-match" in request.headers for request in there.requests)
@@ -222,12 +222,12 @@ def test_heads_without_end_before_an_answer_are_an_error():
     """http.client would skip them for ever."""
     raw = b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000
     with serve(server.garbage(raw)) as there, pytest.raises(RemoteError, match="sends more bytes than the response"):
-        Web({}).open(there.url("/a"))
+        RemoteFiles({}).open(there.url("/a"))
 
 
 def test_a_weak_etag_is_not_sent_back():
     with serve(etag="weak") as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert "if-match" not in there.requests[-1].headers
         store.close()
@@ -235,7 +235,7 @@ def test_a_weak_etag_is_not_sent_back():
 
 def test_without_etag_and_time_the_size_is_compared():
     with serve(etag=None, modified=False) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert store.version == (len(CONTENT), None)
         assert read(store) == CONTENT[WINDOW:]
         there.files["/a"] = CONTENT + b"1"
@@ -247,7 +247,7 @@ def test_without_etag_and_time_the_size_is_compared():
 @pytest.mark.parametrize(("code", "error"), [(404, FileNotFoundError), (410, FileNotFoundError)])
 def test_a_missing_file_is_one(code, error):
     with serve(server.status(code)) as there, pytest.raises(error) as caught:
-        Web({}).open(there.url("/a?key=secret"))
+        RemoteFiles({}).open(there.url("/a?key=secret"))
     assert caught.value.filename == there.url("/a")
     assert len(there.requests) == 1
 
@@ -255,7 +255,7 @@ def test_a_missing_file_is_one(code, error):
 @pytest.mark.parametrize("code", [401, 403])
 def test_refused_access_is_named_at_once(code):
     with serve(server.status(code)) as there, pytest.raises(RemotePermissionError, match="token") as caught:
-        Web({}).open(there.url("/a"))
+        RemoteFiles({}).open(there.url("/a"))
     assert isinstance(caught.value, PermissionError)
     assert len(there.requests) == 1
 
@@ -267,7 +267,7 @@ def test_a_server_that_asks_to_wait_too_long_is_not_waited_for():
     for asked in ("3600", email.utils.formatdate(time.time() + 3600, usegmt=True)):
         with serve(server.status(429, retry_after=asked)) as there:
             with pytest.raises(RemoteError, match=r"asks to wait 3\d\d\d s, which is more than the limit of 60 s"):
-                Web({}).open(there.url("/a"))
+                RemoteFiles({}).open(there.url("/a"))
             assert len(there.requests) == 1
 
 
@@ -275,7 +275,7 @@ def test_a_wait_of_any_length_is_refused():
     for asked, shown in ((10**11, "100000000000"), (10**15, "1000000000000"), ("9" * 5000, "1000000000000")):
         with serve(server.status(503, retry_after=asked)) as there:
             with pytest.raises(RemoteError, match=f"asks to wait {shown} s"):
-                Web({}).open(there.url("/a"))
+                RemoteFiles({}).open(there.url("/a"))
             assert len(there.requests) == 1
 
 
@@ -283,7 +283,7 @@ def test_a_refusal_is_named_before_the_end_of_its_body():
     for fault in (server.status(404), server.redirect("/b")):
         begun = time.monotonic()
         with serve(fault, server.stall()) as there, pytest.raises((FileNotFoundError, RemoteError)):
-            Web({"retries": 0, "timeout": 20}).open(there.url("/a"))
+            RemoteFiles({"retries": 0, "timeout": 20}).open(there.url("/a"))
         assert time.monotonic() - begun < 15
 
 
@@ -293,7 +293,7 @@ def test_a_refusal_is_named_before_the_end_of_its_body():
 )
 def test_a_server_that_asks_to_wait_is_waited_for(fault):
     with serve(fault) as there:
-        Web({}).open(there.url("/a")).close()
+        RemoteFiles({}).open(there.url("/a")).close()
         assert there.requests[1].time - there.requests[0].time >= 1
 
 
@@ -302,7 +302,7 @@ def test_waits_grow_and_are_left_to_chance(monkeypatch):
     inside.tune(monkeypatch, retry_pause=0.5)
     monkeypatch.setattr(retries.random, "uniform", lambda least, most: asked.append((least, most)) or 0.0)
     with serve(server.status(500)) as there, pytest.raises(RemoteError):
-        Web({"retries": 6}).open(there.url("/a"))
+        RemoteFiles({"retries": 6}).open(there.url("/a"))
     assert asked == [(0, 0.5), (0, 1), (0, 2), (0, 4), (0, 8), (0, 10)]
 
 
@@ -310,12 +310,12 @@ def test_no_connection_is_an_error_that_says_so():
     with serve() as there:
         url = there.url("/a")
     with pytest.raises(RemoteError, match=r"the connection failed: .*refused.*tried 2 times"):
-        Web({"retries": 1}).open(url)
+        RemoteFiles({"retries": 1}).open(url)
     with pytest.raises(RemoteError, match="cannot be resolved"):
-        Web({"retries": 0}).open("http://name.invalid/a")
+        RemoteFiles({"retries": 0}).open("http://name.invalid/a")
     # An address that is set aside for documentation: nothing answers, or there is no way to it.
     with pytest.raises(RemoteError, match=r"no connection within|the connection failed"):
-        Web({"retries": 0, "connect_timeout": 0.2}).open("http://192.0.2.1/a")
+        RemoteFiles({"retries": 0, "connect_timeout": 0.2}).open("http://192.0.2.1/a")
 
 
 # ---- sizes ----
@@ -324,7 +324,7 @@ def test_no_connection_is_an_error_that_says_so():
 def test_an_empty_file_is_opened_whatever_the_server_says_of_it():
     for options in ({}, {"ranges": False}):
         with serve(**options) as there:
-            store = Web({}).open(there.url("/empty"))
+            store = RemoteFiles({}).open(there.url("/empty"))
             assert (store.size, store.read_at(0, 10)) == (0, b"")
             store.read_spans([])
             store.close()
@@ -332,7 +332,7 @@ def test_an_empty_file_is_opened_whatever_the_server_says_of_it():
 
 def test_a_small_file_is_read_in_one_request():
     with serve() as there:
-        store = Web({}).open(there.url("/small"))
+        store = RemoteFiles({}).open(there.url("/small"))
         assert read(store, 0, len(SMALL)) == SMALL
         assert (read(store, 1, 4), read(store, 10, 14)) == (SMALL[1:4], SMALL[10:14])
         assert len(there.requests) == 1
@@ -343,7 +343,7 @@ def test_a_small_file_is_read_in_one_request():
 def test_a_server_without_ranges_gives_small_files(length):
     faults = [] if length == "present" else [server.header("Content-Length", None), server.short(len(CONTENT))]
     with serve(*faults, ranges=False) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         store.settle()
         assert read(store, 0) == CONTENT
         assert len(there.requests) == 1
@@ -356,19 +356,19 @@ def test_a_server_without_ranges_does_not_give_large_files(length):
     faults = [] if length == "present" else [server.header("Content-Length", None), server.short(size)]
     with serve(*faults, files={"/a": bytes(size)}, ranges=False) as there:
         with pytest.raises(UnsupportedError, match=r"does not support ranges.* filecache::URL with storage_options"):
-            Web({}).open(there.url("/a"))
+            RemoteFiles({}).open(there.url("/a"))
         assert len(there.requests) == 1
 
 
 def test_a_file_without_a_size_is_refused():
     fault = server.header("Content-Range", "bytes 0-131071/*")
     with serve(fault) as there, pytest.raises(RemoteError, match=r"file size \(Content-Range: 'bytes 0-131071/\*'\)"):
-        Web({}).open(there.url("/a"))
+        RemoteFiles({}).open(there.url("/a"))
 
 
 def test_reading_past_the_end_is_an_error():
     with serve() as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         with pytest.raises(FormatError, match="the file ends at byte 3145728"):
             store.read_into(len(CONTENT) - 1, bytearray(2))
         store.close()
@@ -377,7 +377,7 @@ def test_reading_past_the_end_is_an_error():
 def test_gaps_between_spans_are_thrown_away():
     places = [(WINDOW, 1), (WINDOW + 1, 5), (WINDOW + 100, 300_000), (2 * MIB, 0), (2 * MIB + 1, MIB - 1)]
     with serve(server.short(200_000, first=1, times=2)) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         memories = [bytearray(size) for _, size in places]
         store.read_spans([local.Span(at, memoryview(m)) for (at, _), m in zip(places, memories, strict=True)])
         assert [bytes(m) for m in memories] == [CONTENT[at : at + size] for at, size in places]

@@ -13,7 +13,7 @@ from builders.remote import WINDOW, read
 from safeload.errors import RemoteError
 
 pytest.importorskip("urllib3")
-Web = inside.Web
+RemoteFiles = inside.RemoteFiles
 
 pytestmark = [pytest.mark.inner, pytest.mark.usefixtures("quick_web")]
 
@@ -41,7 +41,7 @@ def answering(*fields, frame=bytes, before="", status="206 Partial Content", fir
 
 def read_through(fault, **options):
     with Server({"/a": CONTENT}, etag=None, modified=False, faults=[fault]) as there:
-        store = Web({"timeout": 5, "retries": 1, **options}).open(there.url("/a"))
+        store = RemoteFiles({"timeout": 5, "retries": 1, **options}).open(there.url("/a"))
         try:
             return read(store) == CONTENT[WINDOW:], [request.range for request in there.requests]
         finally:
@@ -105,7 +105,7 @@ def test_every_sound_framing_gives_the_bytes(fields, frame):
 @pytest.mark.parametrize("frame", [bytes, in_chunks], ids=["plain", "in chunks"])
 def test_framing_that_may_be_misread_is_refused_at_once(fields, message, frame):
     with Server({"/a": CONTENT}, faults=[answering(*fields, frame=frame)]) as there:
-        store = Web({"timeout": 5}).open(there.url("/a"))
+        store = RemoteFiles({"timeout": 5}).open(there.url("/a"))
         memory = bytearray(len(CONTENT) - WINDOW)
         with pytest.raises(RemoteError, match=message):
             store.read_into(WINDOW, memory)
@@ -159,7 +159,7 @@ def test_a_last_chunk_that_never_comes_is_not_waited_for_long():
         answer.begin, answer.end = 0, len(answer.content)
 
     with Server({"/a": CONTENT}, etag=None, modified=False, faults=[Fault(hold_up, first=1)]) as there:
-        store, begun = Web({"timeout": 30}).open(there.url("/a")), time.monotonic()
+        store, begun = RemoteFiles({"timeout": 30}).open(there.url("/a")), time.monotonic()
         assert read(store) == CONTENT[WINDOW:]
         assert time.monotonic() - begun < 10
         store.close()
@@ -173,7 +173,7 @@ def test_a_connection_is_reused_after_chunked_ranges():
         answer.begin, answer.end = 0, len(answer.content)
 
     with Server({"/a": CONTENT}, etag=None, modified=False, faults=[Fault(in_pieces)]) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert [read(store), read(store)] == [CONTENT[WINDOW:]] * 2
         assert (there.connections, len(there.requests)) == (1, 3)
         store.close()
@@ -264,7 +264,7 @@ def test_a_connection_is_reused_after_a_chunked_error():
         answer.content, answer.begin, answer.end = b"4\r\nbusy\r\n0\r\nX: 1\r\n\r\n", 0, 21
 
     with Server({"/a": CONTENT}, faults=[Fault(refuse, first=1, times=2)]) as there:
-        store = Web({}).open(there.url("/a"))
+        store = RemoteFiles({}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
         assert (there.connections, len(there.requests)) == (1, 4)
         store.close()
@@ -276,7 +276,7 @@ def test_a_small_file_in_chunks_is_read_to_its_end():
         answering(CHUNKED, status="200 OK", frame=lambda body: in_chunks(body)[:-7], first=0, times=1),
     ):
         with Server({"/a": CONTENT}, faults=[fault], ranges=False) as there:
-            store = Web({"retries": 1}).open(there.url("/a"))
+            store = RemoteFiles({"retries": 1}).open(there.url("/a"))
             assert store.size in (len(CONTENT), WINDOW)
             assert store.read_at(0, WINDOW) == CONTENT[:WINDOW]
             store.close()

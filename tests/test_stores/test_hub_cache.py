@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("urllib3")
 
 import huggingface_hub
 from builders.hub import Hub
-from builders.inside import RemoteFiles, hub_cache, local
+from builders.inside import RemoteFiles, local
 
 import safeload
 from safeload import FormatError, UnsupportedError, VerificationError
@@ -179,17 +180,23 @@ def test_a_cache_without_trees_counts_as_complete_if_its_weights_are(server, cac
         ({"config.json": b"{}", "m.index.json": b'{"weight_map": {"a": 5}}', "model.safetensors": A}, False),
     ],
 )
-def test_a_snapshot_is_complete_with_its_configuration_and_all_weights(files, complete, tmp_path):
-    commit = "0" * 40
+def test_a_snapshot_is_complete_with_its_configuration_and_all_weights(files, complete, server, cache):
+    """Or the Hub is asked which files there are."""
+    commit, folder = server.repositories["owner/name"].refs["main"], cache / "models--owner--name"
     for name, content in files.items():
-        path = tmp_path / "snapshots" / commit / name
+        path = folder / "snapshots" / commit / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    cached = hub_cache.CachedRepository(str(tmp_path))
-    assert cached.is_complete(commit) == complete
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "abc.1234.incomplete").write_bytes(b"")
-    assert not cached.is_complete(commit)
+    (folder / "blobs").mkdir()
+    for more, asked in ((), not complete), (("abc.1234.incomplete",), True):
+        for name in more:
+            (folder / "blobs" / name).write_bytes(b"")
+        server.requests.clear()
+        server.cdn.requests.clear()
+        with suppress(safeload.SafeloadError, FileNotFoundError):  # of weights whose configuration is missing
+            load(server, f"hf://owner/name@{commit}")
+        assert (server.kinds["api"] > 0) == asked, more
+        assert asked or not server.kinds
 
 
 def test_a_cache_without_symbolic_links_is_read(server, cache, monkeypatch):

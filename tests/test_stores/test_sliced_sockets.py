@@ -26,7 +26,7 @@ SOON = 15
 
 @pytest.fixture(autouse=True)
 def _short_slices(monkeypatch):
-    inside.tune(monkeypatch, socket_slice=0.01)
+    monkeypatch.setattr(inside.http_client, "SLICE", 0.01)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ class EndError(Exception):
 def test_a_read_ends_with_its_call(tls):
     content = bytes(range(256)) * 1024
     with Server({"/a": content}, faults=[server.stall(1000, first=1, times=1)], tls=tls) as there:
-        web = inside.Web({"verify": CERTIFICATE} if tls else {})
+        web = inside.RemoteFiles({"verify": CERTIFICATE} if tls else {})
         store = web.open(there.url("/a", "localhost"))
         begun = time.monotonic()
 

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from builders.inside import mixtures, read_importance, vector_for
+from builders.inside import mixtures, rules
 from builders.llama_quantize import model, save_imatrix
 from builders.random import rng
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 def test_both_formats_are_read(folder, older):
     tensors, _ = model(layers=1, experts=2)
     save_imatrix("m", tensors, older=older)
-    matrix = read_importance("m")
+    matrix = rules.read_importance("m")
     assert matrix.vectors["blk.0.ffn_up_exps.weight"].shape == (512,)
     assert matrix.datasets[0] == "wiki.txt"
     assert matrix.chunks == (3 if older else 9)
@@ -47,7 +47,7 @@ def test_both_formats_are_read(folder, older):
 def test_sums_are_divided_by_counts(folder):
     sums = np.float32([[2, 4], [6, 9], [1, 1]])
     gguf.save_file({"w.in_sum2": sums, "w.counts": np.float32([[2], [2.5], [0]])}, "m.gguf", METADATA)
-    np.testing.assert_array_equal(read_importance("m.gguf").vectors["w"], np.float32([1, 2, 2, 3, 1, 1]))
+    np.testing.assert_array_equal(rules.read_importance("m.gguf").vectors["w"], np.float32([1, 2, 2, 3, 1, 1]))
     content = of_entries(entry(b"a", 4, [2, 4]), entry(b"b", 0, [2, 4]), entry(b"c", -1, [5]))
     vectors = mixtures.of_dat("m", content).vectors
     assert {name: vector.tolist() for name, vector in vectors.items()} == {"a": [0.5, 1], "b": [2, 4], "c": [5]}
@@ -98,7 +98,7 @@ def test_a_cut_file_is_refused(size):
 def test_damaged_files_are_refused(folder, content, message):
     (folder / "m.dat").write_bytes(content)
     with pytest.raises(FormatError, match=message):
-        read_importance("m.dat")
+        rules.read_importance("m.dat")
 
 
 @pytest.mark.parametrize(
@@ -126,33 +126,33 @@ def test_files_that_are_no_matrix_are_refused(folder, tensors, metadata, message
     arrays = {name: np.float32(value) for name, value in tensors.items()}
     gguf.save_file(arrays, "m.gguf", metadata)
     with pytest.raises(SafeloadError, match=message):
-        read_importance("m.gguf")
+        rules.read_importance("m.gguf")
 
 
 def test_sums_must_be_float32(folder):
     gguf.save_file({"w.in_sum2": np.float16([[1]]), "w.counts": np.float32([[1]])}, "m.gguf", METADATA)
     with pytest.raises(FormatError, match="sums and counts of 'w' must be float32"):
-        read_importance("m.gguf")
+        rules.read_importance("m.gguf")
     blocks = safeload.quantize(np.ones((1, 32), np.float32), "q8_0")
     gguf.save_file({"w.in_sum2": blocks, "w.counts": np.float32([[1]])}, "m.gguf", METADATA)
     with pytest.raises(FormatError, match="sums and counts of 'w' must be float32"):
-        read_importance("m.gguf")
+        rules.read_importance("m.gguf")
 
 
 def test_a_vector_must_fit_its_tensor():
     content = of_entries(*(entry(name, 1, np.ones(6)) for name in (b"w", b"token_embd.weight")))
     matrix = mixtures.of_dat("m", content)
-    assert vector_for(matrix, "other", (2, 6)) is None
-    assert vector_for(matrix, "w", (3, 6)).shape == (1, 6)
-    assert vector_for(matrix, "w", (2, 3, 3)).shape == (2, 3)
-    assert vector_for(matrix, "token_embd.weight", (2, 8)) is None
+    assert rules.vector_for(matrix, "other", (2, 6)) is None
+    assert rules.vector_for(matrix, "w", (3, 6)).shape == (1, 6)
+    assert rules.vector_for(matrix, "w", (2, 3, 3)).shape == (2, 3)
+    assert rules.vector_for(matrix, "token_embd.weight", (2, 8)) is None
     with pytest.raises(FormatError, match="importance of 'w' has 6 numbers, but the tensor has 8 columns"):
-        vector_for(matrix, "w", (2, 8))
+        rules.vector_for(matrix, "w", (2, 8))
 
 
 def test_missing_files(folder):
     with pytest.raises(FileNotFoundError):
-        read_importance("none.gguf")
+        rules.read_importance("none.gguf")
 
 
 # ---- load_quantized ----
@@ -167,7 +167,7 @@ def test_a_model_is_loaded_with_the_blocks_that_convert_writes(folder, older):
     loaded, plain = (safeload.load_quantized("in.gguf", "q4_k", imatrix=path) for path in ("m", None))
     written = safeload.load("out.gguf", dtype=None)
     quantized = [name for name in loaded.summary.quantized if name in written]
-    vectors = read_importance("m").vectors
+    vectors = rules.read_importance("m").vectors
     assert len(vectors.keys() & quantized) > 5
     for name in quantized:
         np.testing.assert_array_equal(loaded[name].data, written[name].data)

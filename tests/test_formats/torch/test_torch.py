@@ -688,10 +688,10 @@ def test_a_pickle_too_large_to_be_one_is_a_limit(tmp_path, monkeypatch):
 
     value = {"w": one(), "text": "x" * 5000}
     path = tmp_path / "large.pt"
-    inside.tune(monkeypatch, legacy_window=16)  # and so many windows are read
+    monkeypatch.setattr(inside.torch_zip, "_WINDOW", 16)  # and so many windows are read
     path.write_bytes(legacy_file(value))
     assert safeload.load(path)["w"].tolist() == [0, 0]
-    inside.tune(monkeypatch, pickle_size=1000)
+    monkeypatch.setattr(inside.unpickler, "MAX_PICKLE", 1000)
     for content in (legacy_file(value), zip_file(value)):
         path.write_bytes(content)
         with pytest.raises(LimitError, match=r"has more than 1000 bytes"):
