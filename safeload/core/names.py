@@ -246,7 +246,7 @@ def pairs_of(renames: Renames) -> list[tuple[Any, Any]]:
         raise TypeError(f"rename must be (expression, replacement) pairs, got {show(renames)}")
     pairs: list[Any] = list(renames.items()) if isinstance(renames, Mapping) else list(renames)
     if len(pairs) == 2 and isinstance(pairs[0], (str, re.Pattern)):
-        pairs = [pairs]
+        pairs = [tuple(pairs)]
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"rename must be (expression, replacement) pairs, got {show(pair)}")

@@ -148,3 +148,8 @@ def test_wrong_pairs_are_told(rename, message):
 def test_anything_but_pairs_is_refused(bad):
     with pytest.raises(TypeError, match=r"rename must be .* pairs"):
         renamed(NAMES, bad)
+
+
+def test_a_refused_pair_is_shown_as_a_pair():
+    with pytest.raises(TypeError, match=r"got \('a', None\)$"):
+        renamed(NAMES, ("a", None))
