@@ -100,7 +100,8 @@ def quantized_parts(
 ) -> Quantized:
     """Return the tensors of quantized weights; a schema does not apply to any."""
     # Their names, shapes and values depend on the quantization method.
-    names = set(codes) | {code.scale for code in codes.values() if code.scale is not None}
+    scales = {code.scale for code in codes.values() if code.scale is not None}  # an unopened shard may hold some
+    names = set(codes) | (scales & tensors.keys())
     if quantization is not None:  # includes methods with plain integers as codes
         for name in tensors:
             role = None if schema is None else schema.role(name)

@@ -942,6 +942,16 @@ def test_quantized_weights_that_the_config_does_not_tell_of(family):
     assert report.notes[0].message.startswith("codes with separate scales: names, shapes and values")
 
 
+def test_a_scale_in_a_shard_that_is_not_open_is_not_counted(tmp_path):
+    parts = {"m.weight": np.ones((4, 4), ml_dtypes.float8_e4m3fn), "m.weight_scale_inv": np.ones((1, 1), np.float32)}
+    names = {name: f"model-0000{k}-of-00002.safetensors" for k, name in enumerate(parts, 1)}
+    for name, array in parts.items():
+        save_file({name: array}, tmp_path / names[name])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    [note] = check(tmp_path / names["m.weight"]).notes
+    assert note.message.endswith("were not checked (1 tensor)")
+
+
 def test_integers_beside_a_scale_are_codes():
     """No schema, no config; beside a scale that cannot be theirs they are what they are."""
     w = {"m.weight": np.int8([[1, 2]]), "m.weight_scale": np.float32([500])}

@@ -317,18 +317,20 @@ class Tree:
             yield "tensor", start
         if id(start) not in self._nodes:
             return
-        waiting = [("", iter(self._nodes[id(start)].links))]
+        steps: list[str] = []  # not whole prefixes: a key can be as long as all names may be
+        waiting = [iter(self._nodes[id(start)].links)]
         while waiting:
-            prefix, links = waiting[-1]
-            for step, child in links:
-                name = prefix + self._text(step)
+            for step, child in waiting[-1]:
                 if type(child) in TENSORS:
-                    yield name, child
+                    yield ".".join((*steps, self._text(step))), child
                 else:
-                    waiting.append((f"{name}.", iter(self._nodes[id(child)].links)))
+                    steps.append(self._text(step))
+                    waiting.append(iter(self._nodes[id(child)].links))
                     break
             else:
                 waiting.pop()
+                if steps:
+                    steps.pop()
 
 
 def _is_flat(value: Any) -> bool:

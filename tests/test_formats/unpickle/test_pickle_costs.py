@@ -291,3 +291,16 @@ def test_a_long_key_is_turned_into_text_once(tmp_path):
         assert len(safeload.open(path)) == (count > 1)
         spent.append(time.process_time() - started)
     assert spent[1] < spent[0] + 0.2
+
+
+def test_a_long_key_around_many_levels_is_not_copied_for_each(tmp_path):
+    key, levels = b"X" + U4(1_000_000) + b"k" * 1_000_000, 150
+    path = tmp_path / "k.pt"
+    inner = b"}" + key + b"}X\1\0\0\0a" * levels + ONE + b"s" * (levels + 1)
+    path.write_bytes(zip_archive({"data.pkl": b"\x80\x02" + inner + b".", "data/0": bytes(8)}))
+    tracemalloc.start()
+    try:
+        assert list(safeload.open(path)) == ["k" * 1_000_000 + ".a" * levels]
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()
