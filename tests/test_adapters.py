@@ -74,6 +74,22 @@ def test_several_in_order_with_weights(base, tmp_path):
     assert_merged(merged, expected, 4)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_of_two_values_of_a_tensor_the_first_is_taken(tmp_path, saved):
+    """The names are those of two implementations of a model."""
+    one, two, small = (np.full((6, 5), value, np.float32) for value in (1, 2, 3))
+    save_file({"embed_out.weight": small, "w.weight": small}, tmp_path / "base.safetensors")
+    first = "embed_out.modules_to_save.weight" if saved else "embed_out.weight"
+    tensors = {first: one, "lm_head.weight": two}
+    path = write(tmp_path / "adapter", tensors, modules_to_save=["embed_out"] if saved else [])
+    assert np.array_equal(safeload.load(tmp_path / "base.safetensors", adapters=path)["embed_out.weight"], one)
+    factors = pair(module="lm_head")
+    path = write(tmp_path / "factors", {**tensors, **factors}, modules_to_save=["embed_out"] if saved else [])
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=[path, path])["embed_out.weight"]
+    a, b = factors.values()
+    assert_merged(merged, one + 2 * (b.astype(np.float64) @ a), 40)
+
+
 @pytest.mark.parametrize("dtype", [None, "float16", "float64"])
 def test_rounds_once(tmp_path, dtype):
     """A change of less than the last bit of the base counts, if two of them are more."""

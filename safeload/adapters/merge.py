@@ -245,7 +245,9 @@ class Merge:
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
         if lora.VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
-            changes[:] = [change, *(factors for factors in changes if factors.adapter is change.adapter)]
+            own = [earlier for earlier in changes if earlier.adapter is change.adapter]
+            # An adapter can have values under two names of a tensor: the first is taken.
+            changes[:] = own if own and lora.VALUE in own[0].parts else [change, *own]
             return
         if any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             text = f"{show(name)} is a stack of matrices for one change and not for another"

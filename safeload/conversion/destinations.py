@@ -28,7 +28,7 @@ from ..core.native import ffi
 from ..core.paths import PathLike, absolute, native_path
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
 from ..core.runtime import warning
-from ..core.safetensors import ROOM, FileWriter
+from ..core.safetensors import ROOM, FileWriter, source_of
 from ..core.store import identity_of
 from ..core.tensors import Lazy, LazyParts
 from ..core.text import parse_size, show
@@ -569,7 +569,9 @@ def write_folder(
     sink: Sink, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, limit: int, overwrite: bool
 ) -> None:
     """Write all tensors of a folder."""
-    items, sizes = [*tensors.items()], [tensor.nbytes for tensor in tensors.values()]
+    items = [*tensors.items()]
+    # What is no tensor is refused before anything is written.
+    sizes = [tensor.nbytes if hasattr(tensor, "nbytes") else source_of(name, tensor).nbytes for name, tensor in items]
     bounds = shard_bounds(sizes, limit)
     names = free_names(sink, [*bounds])
     shards = {names[file]: dict(items[rows]) for file, rows in bounds.items()}

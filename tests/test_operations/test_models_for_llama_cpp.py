@@ -274,6 +274,34 @@ def test_scores_of_pieces_are_finite(folder):
     refused(source, "a piece has the score nan")
 
 
+def varint(number):
+    """A number in protocol buffers."""
+    groups = []
+    while number > 127:
+        groups.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*groups, number])
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (lambda wrap: b"\x0a" + varint(3 + wrap) + b"\x0a\x01a", "a number is cut off or too long"),
+        (lambda wrap: b"\x0a" + varint(2 + len(varint(1 + wrap))) + b"\x0a" + varint(1 + wrap) + b"a", "too long"),
+        (lambda wrap: b"\x0a" + varint(4 + len(varint(1 + wrap))) + b"\x0a\x01a\x18" + varint(1 + wrap), "too long"),
+        (lambda wrap: varint(10 + wrap) + b"\x03\x0a\x01a", "too long"),
+    ],
+    ids=["piece", "text", "type", "key"],
+)
+def test_numbers_of_tokenizer_models_have_64_bits(folder, content, match):
+    """A longer number is not cut, as the length or the type of another piece."""
+    source = folder("llama2")
+    (source / "tokenizer.model").write_bytes(content(0))
+    refused(source, "is of type unigram")
+    (source / "tokenizer.model").write_bytes(content(1 << 64))
+    refused(source, match)
+
+
 def test_merges_form_no_endless_tokens(folder):
     """Looking for the parts of a token takes time that grows with the square of its length."""
     long = "a" * 100_000

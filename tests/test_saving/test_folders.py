@@ -161,3 +161,13 @@ def test_shards_of_an_unfinished_conversion_are_no_model(tmp_path):
         safeload.run_piece(piece)
     with pytest.raises(safeload.SafeloadError):
         safeload.open(tmp_path / "m")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 1000}, {"background": True}], ids=str)
+@pytest.mark.parametrize("value", [3, [1.0], None, "x"], ids=repr)
+def test_what_is_no_array_is_refused_as_for_a_file(value, options, tmp_path):
+    for destination in (tmp_path / "x.safetensors", f"{tmp_path}/new/"):
+        if isinstance(destination, str) or "max_shard_size" not in options:
+            with pytest.raises(TypeError, match=r"tensor 'a' is .*, not a NumPy array"):
+                safeload.save({"w0": np.ones(3), "a": value}, destination, **options)
+    assert not list(tmp_path.rglob("*.safetensors"))

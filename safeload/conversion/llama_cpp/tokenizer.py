@@ -46,7 +46,7 @@ from ...core.store import read_at
 from ...core.text import encode, plural, show
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
-from ...formats.onnx import BYTES, FOUR, SIZES, VARINT, varint
+from ...formats.onnx import BYTES, FOUR, MAX_VARINT, SIZES, VARINT, varint
 from ...models.family import GgufForm
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
@@ -518,8 +518,8 @@ def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | f
     """Yield number, value and position of each field in the message at ``base``; 8 bytes are skipped, 4 are a float."""
 
     def take(at: int) -> tuple[int, int]:
-        value, end = varint(content, at)
-        if not end:
+        value, end = varint(content, at)  # only the lower 64 bits: a longer number would pass for another
+        if not end or (end - at == MAX_VARINT and content[end - 1] > 1):
             raise FormatError("a number is cut off or too long: not a model of SentencePiece", path, base + at)
         return value, end
 
