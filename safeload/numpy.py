@@ -131,7 +131,7 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
 @cache  # a call takes a tenth of the time of an import statement
 def _loading() -> Any:
-    """Import what loads larger files."""
+    """Import the module that loads larger files."""
     from .core import load
 
     return load

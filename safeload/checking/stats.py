@@ -316,7 +316,7 @@ def measure(
         in_place = {name: catalog.in_place(name) for name in names}
         ready = {name: source for name, source in in_place.items() if source and source.row.converts_to(_F32)}
         done = _measure(ready, map(catalog.about, ready), histogram, threads, progress)
-    for name in (name for name, source in in_place.items() if source is None):  # one by one: each needs a copy
+    for name in (name for name, source in in_place.items() if source is None):  # apart: each needs a copy
         source = _reals(name, catalog.value(name, threads), threads)
         if source is not None:
             done |= _measure({name: source}, [catalog.about(name)], histogram, threads, None)

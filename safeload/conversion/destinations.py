@@ -570,7 +570,7 @@ def write_folder(
 ) -> None:
     """Write all tensors of a folder."""
     items = [*tensors.items()]
-    # What is no tensor is refused before anything is written.
+    # Values that are no tensors are refused before anything is written.
     sizes = [tensor.nbytes if hasattr(tensor, "nbytes") else source_of(name, tensor).nbytes for name, tensor in items]
     bounds = shard_bounds(sizes, limit)
     names = free_names(sink, [*bounds])

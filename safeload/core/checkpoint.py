@@ -89,7 +89,7 @@ class TensorSlice:
         read: Callable[[tuple[Any, ...]], Array],  # the elements at indices
         dtype: Any,
         shape: tuple[int, ...],
-        again: Callable[[bool], Callable[[], TensorSlice]],  # what makes this slice again; if True in any process
+        again: Callable[[bool], Callable[[], TensorSlice]],  # makes this slice again; if True in any process
     ) -> None:
         self._read = read
         self._again = again

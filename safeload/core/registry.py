@@ -498,7 +498,7 @@ WRITTEN = {row.name: (*row.suffixes, *row.extra_suffixes) for row in ROWS if row
 
 
 def row_of(name: str, *, written: bool = False) -> Format:
-    """Return the row of a format, which may be a plug-in's, and must be one that is written if ``written``."""
+    """Return the row of a format, which may be a plug-in's, and must be written if ``written``."""
     row = BY_NAME.get(name) or _plugin(name)
     if row is None or (written and not row.writes):
         raise ValueError(f"unknown format {show(name)}, expected one of {', '.join(WRITTEN if written else FORMATS)}")

@@ -1,6 +1,6 @@
 """Safetensors files in memory: given as bytes, or small enough for a single call of the C core to read them whole.
 
-Programs that load such files alone import nothing of what reads larger ones.
+Programs that load such files alone do not import the modules that read larger files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     """Return the tensors of a small file, or an open file if it is larger than the limit of the backend."""
     if backend == "pread":
         thread_count(0, None)  # only to check SAFELOAD_NUM_THREADS: reading takes one thread
-    # One read even for "mmap": a mapping and its first page fault take longer.
+    # A read even for "mmap": a mapping and its first page fault take longer.
     text, fields = read_or_open(path, _SMALL[backend], folders)
     _, size, _, _, _, address, content, *_ = fields
     table = Table(address, fields[native.LOADED_COLUMNS :])
@@ -58,7 +58,7 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
 
 @cache  # a call takes a tenth of the time of an import statement
 def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
-    """Import what opens larger files."""
+    """Import the classes of larger files."""
     from .store import LocalStore
     from .weight_file import WeightFile
 

@@ -83,7 +83,7 @@ _Read: TypeAlias = tuple[tuple[Any, ...], int, int, tuple[Any, ...] | None]
 
 def _reads(axes: Sequence[Any], shape: tuple[int, ...], itemsize: int, block: int) -> list[_Read]:
     """Return the reads of the selected elements of a tensor in C order, which is not empty."""
-    reads: list[_Read] = [((), 0, itemsize, None)]  # of an element; then along one more axis at a time
+    reads: list[_Read] = [((), 0, itemsize, None)]  # of an element; then along a further axis at a time
     strides, selected = c_strides(shape, itemsize), itemsize  # bytes of a row
     for k in reversed(range(len(axes))):
         axis, stride, row = axes[k], strides[k], reads

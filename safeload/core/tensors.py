@@ -303,7 +303,7 @@ def viewable(dtype: np.dtype[Any], begin: int) -> bool:
 
 
 def decide(tensors: Tensors, target: dtypes.Dtype | None, view: bool) -> ReadPlan:
-    """Decide how each tensor of one file becomes an array; floating tensors and blocks get the dtype ``target``."""
+    """Decide how each tensor of a file becomes an array; floating tensors and blocks get the dtype ``target``."""
     file = tensors.files[0]
     table = file.table
     if table.unknown:

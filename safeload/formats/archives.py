@@ -347,7 +347,7 @@ def open_members(
        with weights those nearest to the top count. If several remain, ``root=`` names one: the path of a file or folder
        in the container.
     3. Tensors that lie unpacked in members lie at a known place in the container, so the table is the container's own,
-       and its arrays are views like those of any file. What a member must join or unpack is a file beside it.
+       and its arrays are views like those of any file. Members that must be joined or unpacked are files beside it.
     """
     files = MemberFiles(container.store, container.path, members)
     path, request = _choose(container, files, request._replace(files=files), kind)

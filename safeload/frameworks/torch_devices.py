@@ -165,7 +165,7 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
     targets: dict[Any, _Target] = {}
     for entry in entries:
         layout = entry.file.table.strides.get(entry.at) if entry.strided else None
-        # The same bytes, read alike, become one tensor.
+        # The same bytes, read alike, become a single tensor.
         key = entry.file, entry.begin, entry.end, entry.shape, entry.source, entry.target, layout, entry.packed is None
         if key in targets:
             targets[key].aliases += (entry.name,)

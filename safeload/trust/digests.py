@@ -256,7 +256,7 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """Return an object of JSON; an empty one in place of anything else."""
+    """Return an object of JSON; an empty object in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -389,7 +389,7 @@ def check_readable(path: PathLike) -> None:
             pass
 
 
-# ---- what to verify files with ----
+# ---- the digests to verify files with ----
 
 
 def expected_of(path: str, files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None) -> Expected:

@@ -356,7 +356,7 @@ class _FileScan:
         self._content = content
         self._listed = 0  # findings in the report
         self._places = 0  # places with findings
-        self._encrypted = False  # what cannot be judged in an encrypted entry says nothing
+        self._encrypted = False  # faults of encrypted entries say nothing
         self._unpacked = 0
         self._members = 0
         self._opcodes = 0
@@ -387,7 +387,7 @@ class _FileScan:
             self._report.unreadable.append((f"{self._shown}:{content.place}" if content.place else self._shown, text))
 
     def _code(self, content: ScannedRange, at: int, code: Iterable[tuple[str, Verdict, str]]) -> None:
-        """Report the name, the verdict and the reason of all code in one place."""
+        """Report the name, the verdict and the reason of all code at a place."""
         if self._listed > 2 * MAX_FINDINGS:
             raise _Full
         findings = [ScanFinding(self._shown, content.place, at, *finding) for finding in code]

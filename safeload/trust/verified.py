@@ -227,7 +227,7 @@ def compare_digests(pieces: Iterable[memoryview], expected: ExpectedFile, size: 
             where = "" if whole else f" in bytes [{part.begin:,}, {part.end:,})"
             digests = f"expected {part.algorithm} {part.digest[:16]}..., got {digest.hexdigest()[:16]}..."
             raise refused(f"the file differs from {source}{where}: {digests}", path)
-    for _ in waiting:  # what follows the last piece
+    for _ in waiting:  # the bytes after the last piece
         pass
 
 

@@ -238,7 +238,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
 
 
 def _object(holder: Any, key: str) -> Mapping[str, Any]:
-    """Return the object at a key of an object, or an empty one."""
+    """Return the object at a key of an object, or an empty object."""
     value = holder.get(key) if isinstance(holder, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
@@ -616,7 +616,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
         numbers = {text: number for number, text in enumerate(texts)}
         for kind in USUAL:
             number = numbers.get(_text(tokens.get(f"{kind}_token")))
-            if number != USUAL_IDS.get(kind):  # llama.cpp assumes that one
+            if number != USUAL_IDS.get(kind):  # llama.cpp assumes the usual number
                 put(kind, number)
     yield from ((f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
     yield from ((f"tokenizer.ggml.add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
