@@ -50,7 +50,11 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     _, size, _, _, _, address, content, *_ = fields
     table = Table(address, fields[native.LOADED_COLUMNS :])
     if not content:
-        file_of, store_of = _opening()
+        try:
+            file_of, store_of = _opening()
+        except BaseException:  # for example if no descriptor is left to read a module
+            short.sl_file_close(fields[0])
+            raise
         return file_of(text, store_of(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
     return Resident(table, views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
@@ -77,15 +81,15 @@ def read_or_open(path: PathLike, largest: int, folders: str, explained: bool = T
 
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
     """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
-    from .registry import explain, part  # only here: few files fail
-    from .store import with_room
-
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
-    if status == lib.SL_E_OS:
-        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    store = sys.modules.get(f"{__package__}.store")  # without it, there are no files to close
+    if status == lib.SL_E_OS and store is not None:
+        status = store.with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
     if status == lib.SL_E_FORMAT:
+        from .registry import explain, part  # only here: few files are broken
+
         edits = part("edits")
         for _ in edits.editor_pauses(text) if edits else ():
             status = int(short.sl_safetensors_load(*arguments))

@@ -52,7 +52,8 @@ MAX_EXTENDED = 1 << 20
 # Bytes after the last member: tar fills its last block, of 10 KiB or a few times as much.
 MAX_END = 1 << 20
 # Longest name of a member in characters, and most folders in a name.
-MAX_NAME, MAX_DEPTH = 4096, 32
+MAX_NAME = 4096
+MAX_DEPTH = 32
 
 _BLOCK = 512
 _FILES, _FOLDER = (b"0", b"\0", b"7"), b"5"

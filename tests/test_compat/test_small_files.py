@@ -280,6 +280,38 @@ print(*own())
     assert not [name for name in modules if "codes" in name or "remote" in name or "quantized" in name]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="limits of POSIX")
+def test_without_a_free_descriptor_the_first_load_fails_and_the_next_works(tmp_path):
+    code = """
+import errno, os, resource, safeload.numpy
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+def free():
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        return taken
+held = free()
+count = len(held)
+os.close(held.pop())  # for the file, but not for a module
+for path in sys.argv[1:]:
+    try:
+        safeload.numpy.load_file(path)
+        print("loaded")
+    except OSError as error:
+        print(error.errno == errno.EMFILE)
+os.close(held.pop())
+held += free()
+print(len(held) == count)
+for descriptor in held:
+    os.close(descriptor)
+print(len(safeload.numpy.load_file(sys.argv[2])))
+"""
+    small, large = pair(tmp_path, (3, 3_000), 64)
+    assert printed(code, small, large) == ["loaded", "True", "True", "3000"]
+
+
 def test_reading_imports_nothing_that_opening_did_not():
     """A child that is forked while a thread imports a module would wait for its lock for ever."""
     code = """

@@ -74,6 +74,7 @@ import os, sys, threading
 import numpy as np
 import safeload
 from safeload.numpy import save, save_file
+save({})  # imports the rest
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)
