@@ -226,7 +226,7 @@ def test_a_redirect_to_another_version_is_an_error():
 def test_locations_beyond_ascii_are_understood():
     name = "/mod\u00e8le \u4e2d.safetensors"
     with serve(files={name: CONTENT}) as there:
-        raw = f"HTTP/1.1 302 Found\r\nLocation: {name}\r\nContent-Length: 0\r\n\r\n".encode()
+        raw = f"HTTP/1.1 302 Found\r\nLocation: {name}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
         there.faults.append(server.garbage(raw, path="/a"))
         store = RemoteFiles({}).open(there.url("/a"))
         assert read(store) == CONTENT[WINDOW:]
