@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.atomic_file import AtomicFile, check_place, exists
+from ..core.atomic_file import AtomicFile, check_place, existing_file
 from ..core.described import pack
 from ..core.files import LOCAL, Located, Location
 from ..core.native import ffi
@@ -150,10 +150,10 @@ def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, st
     parent, name = location.files.split(location.path)
     sink = StoreSink(location.files, parent)
     if not overwrite and is_file(location):
-        raise exists(location.shown)
+        raise existing_file(location.shown)
     if name == SINGLE and is_file(sink.location / INDEX):
         message = f"The shards of {INDEX} beside it would be read instead: remove them, or choose a new folder"
-        raise exists(sink.shown(INDEX), message)
+        raise existing_file(sink.shown(INDEX), message)
     return sink, name
 
 
@@ -318,7 +318,7 @@ def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
 def check_free(path: str, overwrite: bool) -> None:
     """Refuse an existing file before anything is read."""
     if not overwrite and os.path.lexists(path):
-        raise exists(path)
+        raise existing_file(path)
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any], *, beside: Iterable[Any] = ()) -> None:
@@ -373,7 +373,9 @@ def shards_beside(path: str, overwrite: bool) -> list[str]:
         if os.path.basename(place) != SINGLE or not os.path.isfile(index):
             continue
         if not overwrite:
-            raise exists(index, f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it")
+            raise existing_file(
+                index, f"The checkpoint of {INDEX} exists beside {SINGLE}; pass overwrite=True to replace it"
+            )
         old += [index, *map(folder.shown, sorted(filter(NUMBERED.fullmatch, indexed_names(folder))))]
     return old
 
@@ -392,7 +394,7 @@ def check_shards(old: Collection[str], read: Iterable[str], *, every_tensor: boo
     identities = {identity_of(os.stat(path))[2:] for path in read if os.path.exists(path)}
     lost = [path for path in shards if identity_of(os.stat(path))[2:] in identities]
     if lost and not (every_tensor and len(lost) == len(shards)):
-        raise exists(
+        raise existing_file(
             lost[0],
             f"{SINGLE} would replace all shards of {INDEX}, which are the source, but not get all of their "
             "tensors: choose another folder",
@@ -445,7 +447,9 @@ class Output(NamedTuple):
             raise self._exists() from None
 
     def _exists(self) -> FileExistsError:
-        return exists(self.path, f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it")
+        return existing_file(
+            self.path, f"File exists and is not a safeload {self.kind}; pass overwrite=True to replace it"
+        )
 
     def is_ours(self) -> bool:
         """True if safeload wrote the existing file as this kind of file."""

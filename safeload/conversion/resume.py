@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import __version__
 from ..adapters.adapter import listed
-from ..core.atomic_file import Digest, exists, hidden_name
+from ..core.atomic_file import Digest, existing_file, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.names import pairs_of
@@ -40,7 +40,7 @@ from .destinations import Destination, config_text, index_text, sink_at, warn_of
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
 from .rules import Summary, arranged
-from .sink import Sink, free_names, indexed_names, shared_identity
+from .sink import Sink, find_shard, free_names, indexed_names, shared_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -344,14 +344,14 @@ def _check_folder(pieces: Sequence[dict[str, Any]], folder: Sink, records: Mappi
         return
     if own and SINGLE in names and all(piece["file"] != SINGLE for piece in pieces):
         text = f"Other programs load this file instead of {INDEX}: pass overwrite=True to remove it"
-        raise exists(folder.shown(SINGLE), text)
+        raise existing_file(folder.shown(SINGLE), text)
     earlier = next(filter(None, (own, *records.values())), None)
     if earlier is None:
         what = "complete checkpoint: there is nothing to continue" if complete else "no record of this conversion"
         message = f"The folder has {'a ' if complete else 'other files, and '}{what}; pass overwrite=True to replace it"
         begun = {RESUME, *({piece["file"] for piece in pieces} if folder.location.files.remote else ())}
         if any(name not in begun and hidden_name(name) is None for name in names):
-            raise exists(folder.location.shown, message)
+            raise existing_file(folder.location.shown, message)
     elif not complete or any(own.get(piece["file"], {}).get("piece") != piece["id"] for piece in pieces):
         changed = [piece for piece in pieces if earlier.get(piece["file"], {}).get("piece") not in (None, piece["id"])]
         file = changed[0]["file"] if changed else next(iter(earlier))
@@ -448,8 +448,9 @@ def run(
     if folder is None:
         folder = sink_at(place_at(piece["folder"], piece.get("storage_options"), storage_options))
     call, file, remote = piece["call"], piece["file"], folder.location.files.remote
-    record = folder.record(call, file)
-    whole = folder.find(call, file, record) if record is not None and record["piece"] == piece["id"] else None
+    record, whole = folder.record(call, file), None
+    if record is not None and record["piece"] == piece["id"]:  # where it waits first: old shards are not hashed for it
+        whole = find_shard(folder.places(call, file), record)
     if record is not None and whole is not None:
         identity = None if remote else whole[0].identity(whole[1])
     else:
@@ -457,7 +458,7 @@ def run(
             shown = folder.shown(file)
             finished = file in indexed_names(folder) or (file == SINGLE and SINGLE in folder.names())
             if finished and record is None:
-                raise exists(shown, "A finished checkpoint has a shard of this name: plan again")
+                raise existing_file(shown, "A finished checkpoint has a shard of this name: plan again")
             if any(file in records for other, records in folder.records().items() if other != call):
                 raise FormatError("another conversion has written the shard: plan again with overwrite=True", shown)
         place, identity = folder if remote else folder.waiting(call), None
@@ -614,7 +615,7 @@ def _complete(
     names = [file if place is folder else free[file] for place, file in shards]
     for name in () if plan["overwrite"] else {INDEX, SINGLE} & folder.names():  # of another conversion
         if not (indexed_names(folder) >= {*names} if name == INDEX else name in placed or name not in names):
-            raise exists(folder.shown(name))
+            raise existing_file(folder.shown(name))
     if planned is None:
         stored = {
             tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
@@ -650,7 +651,8 @@ def _place_of(plan: Mapping[str, Any], folder: Sink, trusted: bool, result: Mapp
     call, file, remote = plan["call"], result["file"], folder.location.files.remote
     record = folder.record(call, file) if remote else None
     content = {**result, "object": None if record is None else record.get("object")}
-    place = folder.find(call, file, content, result["identity"] if trusted else None)
+    # A shard that is in the folder already need not come from the subfolder again.
+    place = find_shard(reversed(folder.places(call, file)), content, result["identity"] if trusted else None)
     if place is not None:
         return place
     usual = folder if remote else folder.waiting(call)

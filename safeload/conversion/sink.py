@@ -50,7 +50,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from ..core.atomic_file import AtomicFile, Digest, Swap, exists, hidden_name, naming, remove_abandoned
+from ..core.atomic_file import AtomicFile, Digest, Swap, existing_file, hidden_name, naming, remove_abandoned
 from ..core.files import Files, Location
 from ..core.json_file import MAX_JSON, read_json
 from ..core.paths import absolute
@@ -221,7 +221,7 @@ class Sink:
         outdated = self._outdated({*new, *files}) if self._overwrite else []
         if new != {SINGLE} and SINGLE not in outdated and os.path.isfile(self.shown(SINGLE)):
             text = f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
-            raise exists(self.shown(SINGLE), text)
+            raise existing_file(self.shown(SINGLE), text)
         self._overwrite = self._overwrite or not shards  # an earlier call may have put files beside shards of pieces
         block = None
         if self._is_read_between(new, placed):
@@ -251,7 +251,7 @@ class Sink:
                         swap.hide(target)
                     continue
                 if waits and name != SINGLE and os.path.lexists(target):
-                    raise exists(target, "Another conversion has written this shard; repeat the call")
+                    raise existing_file(target, "Another conversion has written this shard; repeat the call")
                 overwrite, owner = waits or self._replaces(name), like if name in new else None
                 swap.put(source, target, like=owner, overwrite=overwrite, durable=not waits)
             with naming(self.location.path):
@@ -354,26 +354,16 @@ class Sink:
         return by_call
 
     def places(self, call: str, file: str) -> list[tuple[Sink, str]]:
-        """Return where a shard can be: where an interrupted call has put it, or where it waits."""
+        """Return where a shard can be: where it waits, or where an interrupted call has put it."""
         if self.location.files.remote:
             return [(self, file)]
         waiting, usual = self.waiting(call), PART.fullmatch(file)
-        placed = []
-        for name in sorted(self.names(), reverse=True):  # with any total number of shards
+        shards = [(waiting, file)] if file in waiting.names() else []
+        for name in sorted(self.names()):  # with any total number of shards
             part = PART.fullmatch(name)
             if name == file or (part and usual and part.group(1, 2, 4) == usual.group(1, 2, 4)):
-                placed.append((self, name))
-        return [*placed, *([(waiting, file)] if file in waiting.names() else [])]
-
-    def find(
-        self, call: str, file: str, content: Mapping[str, Any], identity: list[Any] | None = None
-    ) -> tuple[Sink, str] | None:
-        """Return the place of a shard with the ``content`` of its record, or with an ``identity`` that is trusted."""
-        for place, name in self.places(call, file):
-            trusted = identity is not None and place.identity(name) == identity
-            if trusted or place.holds(name, content["size"], content["sha256"], content.get("object")):
-                return place, name
-        return None
+                shards.append((self, name))
+        return shards
 
     def clear_records(self, calls: Iterable[str] | None = None) -> None:
         """Remove the records and waiting shards of calls, or of all; other files stay."""
@@ -395,7 +385,7 @@ class Sink:
         """Refuse a folder with content before anything is read; say how to continue an unfinished conversion."""
         location, names = self.location, self.names()
         if not names and not (location.files.remote and location.path.endswith("/")) and is_file(location):
-            raise exists(location.shown, "This is a file, but shards need a folder")
+            raise existing_file(location.shown, "This is a file, but shards need a folder")
         if not names or overwrite:
             return
         for call, of_call in {} if INDEX in names else self.records().items():
@@ -405,8 +395,19 @@ class Sink:
                 total = 1 if number is None else int(number[3])
                 of = f"{len(complete):,} of {plural(total, 'shard')} {'is' if total == 1 else 'are'} there"
                 text = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
-                raise exists(location.shown, text)
-        raise exists(location.shown)
+                raise existing_file(location.shown, text)
+        raise existing_file(location.shown)
+
+
+def find_shard(
+    places: Iterable[tuple[Sink, str]], content: Mapping[str, Any], identity: list[Any] | None = None
+) -> tuple[Sink, str] | None:
+    """Return the first place with the ``content`` of a shard's record, or with an ``identity`` that is trusted."""
+    for place, name in places:
+        trusted = identity is not None and place.identity(name) == identity
+        if trusted or place.holds(name, content["size"], content["sha256"], content.get("object")):
+            return place, name
+    return None
 
 
 def is_file(location: Location) -> bool:

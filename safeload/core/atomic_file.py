@@ -84,7 +84,7 @@ class AtomicFile:
             existing = None
             check_place(self.path)
         if existing is not None and not self._overwrite:
-            raise exists(self.path)
+            raise existing_file(self.path)
         if existing is not None and stat.S_ISDIR(existing.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if existing is not None and not stat.S_ISREG(existing.st_mode):
@@ -373,7 +373,7 @@ def _resolved(path: str) -> str:
         return os.path.abspath(path)
 
 
-def exists(path: str, text: str = "File exists; pass overwrite=True to replace it") -> FileExistsError:
+def existing_file(path: str, text: str = "File exists; pass overwrite=True to replace it") -> FileExistsError:
     """Return the refusal of a file that is there."""
     return FileExistsError(errno.EEXIST, text, path)
 
@@ -505,7 +505,7 @@ def _move(source: str, target: str, shown: str, *, overwrite: bool) -> None:
         raise
     except OSError:
         if os.path.lexists(target):
-            raise exists(target) from None
+            raise existing_file(target) from None
         os.rename(source, target)
     else:
         os.unlink(source)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from builders.clusters import OPTIONS, content, fp8_folder, record_of, records_in, run_pieces, waiting
 from builders.cuts import survives
+from builders.inside import local
 from builders.thorough import part_of
 
 import safeload
@@ -91,6 +92,25 @@ def test_a_repaired_source_shard_leaves_the_other_shards(source, tmp_path, over,
     found = content(made)
     assert {name: found.get(name) for name in want} == want
     assert not [path for path in made.iterdir() if path.name.startswith(".")]
+
+
+def test_old_shards_of_the_folder_are_not_read_for_those_that_wait(source, tmp_path, monkeypatch):
+    """They have the size of the new ones, so that only their bytes tell them apart."""
+    made, options = tmp_path / "made", {"dtype": "bf16", "overwrite": True, "max_shard_size": "2KB"}
+    safeload.convert(source, made, **options)
+    write_shard(source, 3, np.nan)
+    plan = safeload.plan_convert(source, made, **options)
+    for piece in plan.pieces[:2]:
+        safeload.run_piece(piece)
+    read, hashed = local.read_from, set()
+
+    def noted(store, offset, memory, path):
+        hashed.add(path)
+        read(store, offset, memory, path)
+
+    monkeypatch.setattr(local, "read_from", noted)
+    results = [safeload.run_piece(piece) for piece in plan.pieces[:2]]
+    assert hashed == {str(waiting(made) / result["file"]) for result in results}
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["complete", "without its index"])
