@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
     from .core.progress import Progress
+    from .core.weight_file import WeightFile
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -130,11 +131,11 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
 
 @cache  # a call takes a tenth of the time of an import statement
-def _loading() -> Any:
-    """Import the module that loads larger files."""
-    from .core import load
+def _loader() -> Callable[[WeightFile, Backend], dict[str, Array]]:
+    """Import the function that loads larger files."""
+    from .core.load import load_all
 
-    return load
+    return load_all
 
 
 @public
@@ -191,18 +192,16 @@ def load_file(
         if isinstance(opened, resident.Resident):
             return opened.arrays
         try:
-            arrays: dict[str, Array] = _loading().load_all(opened, backend)
-            return arrays
+            return _loader()(opened, backend)
         finally:
             opened.close()
     from .core import safetensors
+    from .core.load import load_tensors
 
     file = safetensors.open_file(filename, brief=True)
     try:
         tensors = safetensors.chosen(file, names, dtype, "load_file")
-        options = {"backend": backend, "dtype": dtype, "out": out, "threads": threads, "progress": progress}
-        arrays, _ = _loading().load_tensors(tensors, **options)
-        return arrays
+        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
     finally:
         file.close()
 

@@ -268,8 +268,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
         work: Iterable[Job] = source.jobs(memory, target)
         if isinstance(result, QuantizedTensor):
             if result.scale is not None:
-                scales, factors = scales_of(next(maxima))
-                result.scale[...] = scales.reshape(result.scale.shape)
+                factors = _set_scale(result, next(maxima))
                 channels = channels_of(source.shape, result.axis, factors)
                 work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
             elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
@@ -313,6 +312,14 @@ def scales_of(maxima: Array) -> tuple[Array, Array]:
     return scales, np.ascontiguousarray(np.where(usable, inverse, np.float32(0)), np.float32).reshape(-1)
 
 
+def _set_scale(result: QuantizedTensor, maxima: Array) -> Array:
+    """Set the scale of an int8 tensor from the bits of its channels' maxima; return a factor per channel."""
+    scales, factors = scales_of(maxima)
+    assert result.scale is not None
+    result.scale[...] = scales.reshape(result.scale.shape)
+    return factors
+
+
 # ---- int8 from packed codes in another order than their values ----
 
 # Values restored at a time: 224 MiB of float32, more than most matrices of models with 8 billion weights have. A larger
@@ -344,8 +351,7 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
             if factors is None and _not_finite(maxima[own]):  # raises, with the index
                 jobs.Batch([job._replace(memory=0, op=lib.SL_OP_FINITE, channels=None)]).run(threads=threads)
         if factors is None:
-            scales, factors = scales_of(maxima)
-            result.scale[...] = scales.reshape(result.scale.shape)
+            factors = _set_scale(result, maxima)
 
 
 def _channels(shape: tuple[int, ...], axis: int | None, begin: int, count: int) -> tuple[slice, int]:

@@ -662,7 +662,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
     def read(blocks: Array) -> Array:
         """Return the values of blocks of rows."""
         if packed is not None and not unit:
-            return _restored(packed, to, name)
+            return read_index(packed, (...,), dtypes.element_dtype(to.number), name)
         if packed is not None:
             runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
             return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
@@ -693,16 +693,6 @@ def _ascending(positions: Array) -> tuple[Array, Any]:
     """Return the distinct positions in ascending order, and the index of all positions in them."""
     distinct, inverse = np.unique(positions, return_inverse=True)
     return distinct, slice(None) if np.array_equal(distinct, positions) else inverse
-
-
-def _restored(packed: Packed, target: dtypes.Dtype, name: str) -> Array:
-    """Dequantize all rows of a packed tensor."""
-    values = private_array(packed.packing.shape, dtypes.element_dtype(target.number))
-    batch = jobs.Batch()
-    if values.size:
-        batch.jobs += restore_jobs(packed, batch.into(values), target.number, name)
-    batch.run()
-    return values
 
 
 def _converted(rows: Array, row: dtypes.Dtype, target: dtypes.Dtype, shape: tuple[int, ...], name: str) -> Array:

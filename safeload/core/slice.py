@@ -267,9 +267,13 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, np.ndarray) or value.ndim == 0
 
 
-def read_rows(file: WeightFile, begin: int, pitch: int, positions: Array, *, origin: Origin) -> Array:
-    """Return rows of ``pitch`` bytes as uint8. ``positions`` are ascending and distinct."""
-    return _read_records(file, begin, pitch, [positions, range(pitch)], origin)
+def read_rows(
+    file: WeightFile, begin: int, pitch: int, positions: Array, *, origin: Origin, width: int | None = None
+) -> Array:
+    """Return rows of ``pitch`` bytes, of each the first ``width`` or all; ``positions`` are ascending and distinct."""
+    count = int(positions[-1]) + 1 if len(positions) else 0
+    records = ArraySpec(np.dtype(np.uint8), (count, pitch), begin, begin + count * pitch, 0, 0)
+    return _read_dense(file, records, [positions, range(pitch if width is None else width)], origin)
 
 
 def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
@@ -287,14 +291,6 @@ def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
         extent = layout.dtype.itemsize + reach
         if pitch < extent or 0 in layout.shape:
             return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[positions])
-        raw = _read_records(file, layout.begin, pitch, [positions, range(extent)], origin)
+        raw = read_rows(file, layout.begin, pitch, positions, origin=origin, width=extent)
         array = array_over(raw, layout.dtype, (len(positions), *layout.shape[1:]), 0, (extent, *strides)).copy()
     return jobs.native_order(byteswapped(array) if layout.big_endian else array)
-
-
-def _read_records(file: WeightFile, begin: int, pitch: int, axes: Sequence[Any], origin: Origin) -> Array:
-    """Return columns of rows of ``pitch`` bytes as uint8."""
-    positions, _ = axes
-    count = int(positions[-1]) + 1 if len(positions) else 0
-    records = ArraySpec(np.dtype(np.uint8), (count, pitch), begin, begin + count * pitch, 0, 0)
-    return _read_dense(file, records, axes, origin)

@@ -13,6 +13,8 @@ NAMES = {
     "forking": "core.forking",
     "ffi": "core.native:ffi",
     "lib": "core.native:lib",
+    "available_tiers": "core.native:available_tiers",
+    "tier_name": "core.native:tier_name",
     "SCHEMES": "core.packing:SCHEMES",
     "base_urls": "remote.url",
     "tensors_of": "core.checkpoint:tensors_of",

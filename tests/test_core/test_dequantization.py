@@ -7,12 +7,11 @@ import gguf
 import numpy as np
 import pytest
 from builders import ggml_reference
-from builders.inside import dtypes, ffi, lib
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import Guarded
 from builders.paths import ROOT
 from builders.random import rng
 from builders.thorough import part_of
-from builders.tiers import available_tiers, tier_name
 
 import safeload
 from safeload import QuantizedTensor

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from builders.inside import dtypes, ffi, lib
-from builders.tiers import available_tiers, tier_name
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 
 TIERS = pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
 FLOATS = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["f32", "f64"])

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from builders import ggml_inputs
 from builders.ggml_inputs import IMPORTANCE, KINDS, TYPES
-from builders.inside import SCHEMES, ffi, lib
+from builders.inside import SCHEMES, available_tiers, ffi, lib, tier_name
 from builders.llama_quantize import digest
 from builders.paths import DATA
 from builders.random import rng
-from builders.tiers import available_tiers, tier_name
 
 import safeload
 from safeload import RangeError

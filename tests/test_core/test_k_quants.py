@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from builders import ggml_reference
 from builders.ggml_inputs import TYPES
-from builders.inside import dtypes, ffi, lib
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_SPECIALS
 from builders.random import rng
-from builders.tiers import available_tiers, tier_name
 
 import safeload
 from safeload import RangeError

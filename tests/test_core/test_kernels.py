@@ -8,11 +8,10 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import dtypes, ffi, lib
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded, unsigned
 from builders.random import rng
 from builders.thorough import part_of
-from builders.tiers import available_tiers, tier_name
 
 SCALAR = lib.SL_TIER_SCALAR
 TIERS = [pytest.param(tier, id=tier_name(tier)) for tier in available_tiers() if tier != SCALAR]

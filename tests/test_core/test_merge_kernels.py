@@ -7,10 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import dtypes, jobs, lib
+from builders.inside import available_tiers, dtypes, jobs, lib, tier_name
 from builders.random import rng
 from builders.thorough import dealt
-from builders.tiers import available_tiers, tier_name
 
 from safeload import SafeloadError
 

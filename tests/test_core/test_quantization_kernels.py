@@ -8,11 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import ggml_reference
-from builders.inside import dtypes, ffi, lib
+from builders.inside import available_tiers, dtypes, ffi, lib, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.random import rng
 from builders.thorough import examples, part_of
-from builders.tiers import available_tiers, tier_name
 from gguf import GGMLQuantizationType
 
 from safeload.numpy import load_file

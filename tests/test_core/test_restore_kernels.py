@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders import inside
-from builders.inside import dtypes, ffi, jobs, lib
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib, tier_name
 from builders.packed_codes import BLOCKS, COLUMNS, PLANES, ROWS, WORDS, Case, Masked, i2_s, nvfp4
 from builders.thorough import dealt
-from builders.tiers import available_tiers, tier_name
 
 from safeload import FormatError, RangeError, SafeloadError
 

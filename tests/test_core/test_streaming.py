@@ -3,10 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import dtypes, ffi, jobs, lib
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib
 from builders.packed_codes import COLUMNS, ROWS, WORDS, Case
 from builders.thorough import dealt
-from builders.tiers import available_tiers
 
 import safeload
 

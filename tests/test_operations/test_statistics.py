@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from builders import inside
 from builders.executors import Plain
-from builders.inside import dtypes, ffi, jobs, lib, main
+from builders.inside import available_tiers, dtypes, ffi, jobs, lib, main, tier_name
 from builders.kernel_inputs import F32_RANDOM, F32_SPECIALS, Guarded
 from builders.paths import DATA, SHARED
 from builders.random import rng
 from builders.thorough import THOROUGH, part_of
-from builders.tiers import available_tiers, tier_name
 from builders.torch_build import Storage, tensor, zip_file
 
 import safeload

@@ -223,6 +223,19 @@ def test_errors_that_stay_end_with_url_and_bytes(error, faulty):
     assert len(faulty.reads) == 4
 
 
+def failure(fs, error, expected):
+    """What a read raises of which each attempt raises an error."""
+
+    def always(fs):
+        raise error
+
+    store = opened(fs, "memory://m/model.bin")
+    fs.before = always
+    with pytest.raises(expected) as caught:
+        store.read_into(0, bytearray(10))
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -236,17 +249,11 @@ def test_errors_that_stay_end_with_url_and_bytes(error, faulty):
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_other_errors_are_not_tried_again(error, expected, faulty):
-    def always(fs):
-        raise error
-
-    store = opened(faulty, "memory://m/model.bin")
-    faulty.before = always
-    with pytest.raises(expected) as caught:
-        store.read_into(0, bytearray(10))
-    assert type(caught.value) is expected or expected is FileNotFoundError
+    raised = failure(faulty, error, expected)
+    assert type(raised) is expected or expected is FileNotFoundError
     assert len(faulty.reads) == 1
-    assert caught.value.__cause__ is None
-    assert caught.value.__context__ is None
+    assert raised.__cause__ is None
+    assert raised.__context__ is None
 
 
 def test_short_answers_are_tried_again_and_never_fill_memory(faulty):
@@ -304,14 +311,7 @@ def test_no_secret_is_in_any_text(text, faulty, caplog):
 def refusal(fs, error):
     """The reason that is given for an error of a read."""
 
-    def always(fs):
-        raise error
-
-    store = opened(fs, "memory://m/model.bin")
-    fs.before = always
-    with pytest.raises(RemoteError) as caught:
-        store.read_into(0, bytearray(10))
-    text, found, _ = str(caught.value).partition(" (memory://m/model.bin, bytes [0, 10))")
+    text, found, _ = str(failure(fs, error, RemoteError)).partition(" (memory://m/model.bin, bytes [0, 10))")
     assert found
     return text.removeprefix(f"the store cannot be read: {type(error).__name__}: ")
 
