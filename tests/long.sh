@@ -24,6 +24,7 @@ here=$(dirname "$0")
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
 SAFELOAD_FULL_SWEEP=1 pytest "$here"
+SAFELOAD_FULL_SWEEP=1 "$here/sanitizers/run.sh"
 "$here/frameworks/run.sh" "$kept/frameworks"
 SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 "$here/native/run.sh"

@@ -19,7 +19,8 @@ static uint32_t given[1];
 #define GIVEN ((void *)given)
 
 static uint64_t state = 20260101;
-static unsigned runs, refusals;
+static unsigned runs, refusals, cases;
+static bool thorough; /* every case on every tier; else tiers take turns, as in tests/builders/thorough.py */
 
 static uint64_t random_u64(void) {
     state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
@@ -517,8 +518,17 @@ static bool is_clean(int32_t status, bool in_file) {
            (in_file && status == SL_E_TRUNCATED);
 }
 
-/* Runs a description on every tier from memory with three threads, and from a file with one: the same bytes. Returns
- * the status, or -1 where it claims what there is no memory for. */
+/* Whether a case runs on a tier: on the scalar one, and on the next of the others. */
+static bool is_tried_on(int32_t tier) {
+    int32_t others[SL_TIER_COUNT], count = 0;
+    for (int32_t k = SL_TIER_SCALAR + 1; k < SL_TIER_COUNT; k++)
+        if (sl_tier_available(k)) others[count++] = k;
+    if (tier == SL_TIER_SCALAR) return true;
+    return sl_tier_available(tier) && (thorough || tier == others[cases % (unsigned)count]);
+}
+
+/* Runs a description from memory with three threads, and from a file with one, on several tiers: the same bytes.
+ * Returns the status, or -1 where it claims what there is no memory for. */
 static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *error) {
     claim claims[CLAIMS];
     uint64_t target = bytes_of(to, size / 4);
@@ -536,7 +546,7 @@ static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *er
         int32_t tier = k / 2;
         bool in_file = k % 2 == 0;
         /* What is larger than the file ends where the file does. */
-        if (!sl_tier_available(tier) || (!in_file && (size > small || packed.size > small))) continue;
+        if (!is_tried_on(tier) || (!in_file && (size > small || packed.size > small))) continue;
         claim memory = claimed(target);
         sl_job job = {.op = SL_OP_RESTORE, .from = SL_F32, .to = to, .memory = memory.memory, .size = size};
         job.packed = &packed;
@@ -554,6 +564,7 @@ static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *er
         runs++;
         refusals += status != SL_OK;
     }
+    cases++;
     close(file);
     unlink(path);
     release(&first);
@@ -925,6 +936,7 @@ static void find_misplaced(void) {
 }
 
 int main(void) {
+    thorough = getenv("SAFELOAD_FULL_SWEEP") != NULL;
     restore_to_all();
     restore_large();
     refuse_all();
