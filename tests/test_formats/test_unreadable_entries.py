@@ -15,6 +15,7 @@ from builders.torch_build import tensor as torch_tensor
 import safeload
 from safeload import UnsupportedError
 
+pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 W = np.arange(6, dtype=np.float32)
 
 

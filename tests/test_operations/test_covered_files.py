@@ -14,6 +14,8 @@ from builders.paths import DATA
 import safeload
 from safeload import VerificationError
 
+pytestmark = pytest.mark.no_core
+
 RNG = np.random.default_rng(0)
 GPTQ = {
     "l.qweight": RNG.integers(-(2**31), 2**31 - 1, (16, 64), dtype=np.int32),

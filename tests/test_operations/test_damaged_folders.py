@@ -10,6 +10,8 @@ from builders.models import small, write_folder
 import safeload
 from safeload import gguf
 
+pytestmark = pytest.mark.no_core
+
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 

@@ -15,6 +15,8 @@ from builders.inside import main
 import safeload
 from safeload.errors import UnsupportedError, VerificationError
 
+pytestmark = pytest.mark.no_core
+
 LLAMA = llama_models.listed()["llama3"]
 FILE = "model.safetensors"
 RAW = "no engine will load this file"
