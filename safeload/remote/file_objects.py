@@ -77,11 +77,9 @@ class FileObjectStore(RemoteStore):
     here = True
 
     def __init__(self, source: _FileObject, locked: _Locked, start: int, data: bytes | None) -> None:
-        super().__init__()
         end = locked.end() if data is None else len(data)
         source.refuse_end(end)
-        self.path, self.size = source.name, max(0, end - start)
-        self.version = self.size, start if data is None else id(data)
+        super().__init__(source.name, (max(0, end - start), start if data is None else id(data)))
         self._locked: Any = locked  # None after `close`, like the data
         self._start, self._data = start, data
 

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from ..errors import (
 )
 from . import url as urls
 from .remote_store import Backend, RemoteStore
-from .url import Url
 
 _Result = TypeVar("_Result")
 
@@ -214,8 +213,7 @@ class ObjectStore(Backend):
         place, shown, names = self.place(url), urls.shown(url), set()
         for path, is_folder in self.entries(place, shown):
             if not isinstance(path, str) or "\0" in path or re.search("[\ud800-\udfff]", path):
-                text = f"the store lists a name that is no text: {show(path)}"
-                raise error_about(FormatError, text, path=shown)
+                raise error_about(FormatError, f"the store lists a name that is no text: {show(path)}", path=shown)
             if path.strip("/") != place.strip("/"):
                 names.add((path.rstrip("/").rpartition("/")[2], is_folder))
         return sorted(names)
@@ -240,11 +238,8 @@ class StoredObject(RemoteStore):
     """A file of an object store, read by ranges into separate buffers, because not every read can be aborted."""
 
     def __init__(self, objects: ObjectStore, place: str, url: str, window: int = WINDOW) -> None:
-        super().__init__(window)
-        self.path = url
+        super().__init__(url, objects.stat(place, url), window)
         self._objects, self._place = objects, place
-        self.version = objects.stat(place, url)
-        self.size: int = self.version[0]
         debug("%s: opened by %s", url, objects.name)
 
     def content(self, begin: int, end: int) -> memoryview:
@@ -293,7 +288,7 @@ PUBLIC = frozenset(
     )
 )  # fmt: skip
 # Shorter values are words such as "us" or "true", which are too common to be masked.
-_LEAST = 5
+LEAST = 5
 
 
 def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -315,11 +310,6 @@ def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
     for key, value in (options or {}).items():
         if isinstance(value, Mapping):
             texts.update(secrets_of(value))
-        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
+        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= LEAST:
             texts.add(value if isinstance(value, str) else value.decode("latin-1"))
     return sorted(texts, key=len, reverse=True)
-
-
-def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
-    """Return the secrets in the links of a chain."""
-    return (text for link in chain for text in link.secrets if len(text) >= _LEAST)

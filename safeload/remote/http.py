@@ -27,7 +27,6 @@ from .http_client import (
     target_of,
 )
 from .remote_store import Backend, RemoteStore, is_weak
-from .url import UrlError, WebUrl
 
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10
@@ -107,14 +106,14 @@ class _Transfer:
 def _answered(
     client: Client,
     target: RequestTarget,
-    url: WebUrl,
+    url: urls.WebUrl,
     path: str,
-    note: Callable[[Exchange, WebUrl], object],
+    note: Callable[[Exchange, urls.WebUrl], object],
     *,
-    more: Callable[[WebUrl], Mapping[str, str]] = lambda url: {},
-) -> Iterator[tuple[Exchange, WebUrl]]:
+    more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},
+) -> Iterator[tuple[Exchange, urls.WebUrl]]:
     """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
-    seen = set[WebUrl]()
+    seen = set[urls.WebUrl]()
     while url not in seen:
         if len(seen) > MOST_REDIRECTS:
             raise Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
@@ -137,7 +136,7 @@ def _answered(
             raise Failure(RemoteError("the server redirects without a Location header", path))
         try:
             following = url.redirected(location)
-        except UrlError as error:
+        except urls.UrlError as error:
             text = f"the server redirects to an invalid http or https URL: {error}"
             raise Failure(RemoteError(text, path)) from None
         if url.scheme == "https" and following.scheme != "https":
@@ -150,7 +149,7 @@ def _answered(
 def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result]) -> _Result:
     """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
-    def note(exchange: Exchange, url: WebUrl) -> None:
+    def note(exchange: Exchange, url: urls.WebUrl) -> None:
         debug("%s: %s: %d", path, url.shown, exchange.status)
 
     def mended(failure: Failure) -> bool:
@@ -171,8 +170,7 @@ class HttpStore(RemoteStore):
     """A file read by GET requests for ranges."""
 
     def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client, window: int = WINDOW) -> None:
-        super().__init__(window)
-        self.path = path
+        super().__init__(path, (0, None), window)  # the version of an empty file, until the file is open
         self.commits: set[str] = set()  # of the Hub, as the host of the URL states them
         self._resolve = resolve  # called from any thread, and again if access to its URL is refused
         self._client = client
@@ -182,7 +180,7 @@ class HttpStore(RemoteStore):
         try:
             self._target = resolve()
             self._route = self._target.url  # after redirects
-            self._proven: WebUrl | None = None  # has served bytes of the opened version
+            self._proven: urls.WebUrl | None = None  # has served bytes of the opened version
             self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]))
         except BaseException:
             client.leave(self)
@@ -221,17 +219,17 @@ class HttpStore(RemoteStore):
 
         retried(attempt, self._client.retries, mended, lambda: transfer.at)
 
-    def _request(self, route: WebUrl, transfer: _Transfer) -> None:
+    def _request(self, route: urls.WebUrl, transfer: _Transfer) -> None:
         """Request the missing bytes once."""
         target, (etag, _) = self._target, self._marks or (None, None)
 
-        def note(exchange: Exchange, url: WebUrl) -> None:
+        def note(exchange: Exchange, url: urls.WebUrl) -> None:
             debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
             commit = exchange.headers.get(_COMMIT)
             if commit is not None and url.origin == target.url.origin:
                 self.commits.add(commit)
 
-        def more(url: WebUrl) -> dict[str, str]:
+        def more(url: urls.WebUrl) -> dict[str, str]:
             headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
             # Other servers along the redirects may have another ETag for the same file.
             if etag and not is_weak(etag) and url == self._proven:
@@ -249,7 +247,7 @@ class HttpStore(RemoteStore):
                 failure.refused = url if exchange.status in _REFUSED else None
                 raise
 
-    def _renew(self, seen: WebUrl, refused: WebUrl) -> bool:
+    def _renew(self, seen: urls.WebUrl, refused: urls.WebUrl) -> bool:
         """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
@@ -270,7 +268,7 @@ class HttpStore(RemoteStore):
 
     # ---- responses ----
 
-    def _opened(self, exchange: Exchange, url: WebUrl) -> None:
+    def _opened(self, exchange: Exchange, url: urls.WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
         status, total = exchange.status, _total(exchange)
         if status == 200:  # a server without range support
@@ -300,7 +298,7 @@ class HttpStore(RemoteStore):
         self._route = self._proven = url
         self.keep(0, window)
 
-    def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
+    def _read(self, exchange: Exchange, url: urls.WebUrl, transfer: _Transfer) -> None:
         """Take the missing bytes from a response."""
         total = _total(exchange)
         if total is not None:

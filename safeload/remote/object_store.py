@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import Location
-from ..core.runtime import needed
 from ..core.store import WINDOW, ByteStore
 from ..core.thread_group import left_behind
 from ..errors import UnsupportedError
+from . import of_fsspec
 from . import url as urls
 from .foreign import ObjectStore, changed, checked, secrets_of
 from .remote_files import RemoteFiles
 from .remote_store import Backend, ForeignStore, RemoteStore, checked_size, digest_of, marks_of, strong_etag
-from .url import escaped
 
 # Schemes of obstore's classes; any other class uses its own name.
 _SCHEMES = {
@@ -26,35 +25,6 @@ _SCHEMES = {
 }  # fmt: skip
 # A mark that is no ETag.
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def of_fsspec(fs: Any, path: str) -> Location:
-    """Return a path in an fsspec filesystem; see `safeload.remote.of_fsspec`."""
-    required = ("cat_file", "info", "ls", "_strip_protocol", "unstrip_protocol")
-    if not all(hasattr(fs, name) for name in required):
-        raise TypeError(f"fs must be an fsspec filesystem, got {type(fs).__name__}")
-    if not isinstance(path, str):
-        raise TypeError(f"path must be a str, got {type(path).__name__}")
-    needed("fsspec", "a filesystem needs fsspec")
-    from .filesystem import Filesystem  # only here: it imports fsspec
-
-    url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
-    backend = Filesystem(fs)
-    if urls.scheme_of(url) == "file" and backend.escapes:  # like `file://` URLs, so that a pickle leads to the file
-        url = escaped(url)
-    # A pickle of a cache carries the options of the filesystem behind it.
-    options = getattr(getattr(fs, "fs", fs), "storage_options", None)
-    return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, backend), url)
-
-
-def of_obstore(store: Any, path: str) -> Location:
-    """Return a path in an obstore store; see `safeload.remote.of_obstore`."""
-    if not all(callable(getattr(store, name, None)) for name in ("get", "head", "list_with_delimiter")):
-        raise TypeError(f"store must be an obstore store, got {type(store).__name__}")
-    if not isinstance(path, str):
-        raise TypeError(f"path must be a str, got {type(path).__name__}")
-    backend = Obstore(store)
-    return Location(RemoteFiles(None, backend), backend.root + path.strip("/"))
 
 
 def path_of(value: Any) -> Location:
@@ -100,8 +70,7 @@ class Obstore(ObjectStore):
         config = config if isinstance(config, Mapping) else {}
         scheme = _SCHEMES.get(self.name, self.name.lower())
         bucket = config.get("bucket") or config.get("container_name") or ""
-        prefix = str(getattr(store, "prefix", None) or "").strip("/")
-        where = "/".join(part for part in (bucket, prefix) if part)
+        where = "/".join(part for part in (bucket, str(getattr(store, "prefix", None) or "").strip("/")) if part)
         self.root = urls.shown(f"{scheme}://{'/' if scheme == 'file' else ''}{where}").rstrip("/") + "/"  # in messages
         if self.root.count("/") < 3:  # "memory:/"
             self.root = f"{scheme}://"

@@ -16,7 +16,6 @@ from ..errors import UnsupportedError, missing_file
 from . import url as urls
 from .foreign import copy_whole, public_options
 from .remote_store import Backend
-from .url import divided
 
 
 class RemoteFiles(Files):
@@ -108,7 +107,7 @@ def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[]
             return scheme, lambda: Hub(options)
         from .http import Web
 
-        return (scheme, (divided(url).place or "").lower()), lambda: Web(options)
+        return (scheme, (urls.divided(url).place or "").lower()), lambda: Web(options)
     if "::" not in url and scheme == "file":
         return scheme, LocalUrls
     needed("fsspec", f"{urls.shown(url)} needs fsspec")

@@ -119,15 +119,15 @@ class Backend(ABC):
 class RemoteStore:
     """A file read by ranges, small ones from windows; subclasses have `read_spans`, or an unabortable `content`."""
 
-    path: str  # the URL in messages, without user, password and query
-    size: int  # in bytes
-    # the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no mark.
-    # Numbers and str only.
-    version: tuple[Any, ...]
     here = False  # True if reading the whole file takes no network
     _closed = False
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, path: str, version: tuple[Any, ...], window: int = WINDOW) -> None:
+        self.path = path  # the URL in messages, without user, password and query
+        # the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no mark.
+        # Numbers and str only.
+        self.version = version
+        self.size: int = version[0]  # in bytes
         self.window = window
         # By offset. Each change is a single step of the interpreter, so that a fork copies a whole list.
         self._windows: list[tuple[int, bytes]] = []
@@ -263,11 +263,9 @@ class ForeignStore(RemoteStore):
     """A caller's store with the four members of `ByteStore`, read into separate buffers: nothing may abort it."""
 
     def __init__(self, store: ByteStore, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.size = checked_size(store.size, path)
         self._store = store
-        self.version = self._version()
+        super().__init__(path, self._version())
+        self.size = checked_size(store.size, path)
 
     def _version(self) -> tuple[Any, ...]:
         version = self._store.version
@@ -291,10 +289,8 @@ class MemberStore(RemoteStore):
     """The bytes of a member, which is a first byte and a size in a container; closing it leaves the container open."""
 
     def __init__(self, container: ByteStore, member: tuple[int, int], path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.begin, self.size = member
-        self.version = (self.size, self.begin, *container.version[:2])
+        self.begin, size = member
+        super().__init__(path, (size, self.begin, *container.version[:2]))
         self.here = container.here if isinstance(container, RemoteStore) else True
         self.container = container
 
