@@ -88,7 +88,7 @@ def of_obstore(store: Any, path: str) -> Location:
         raise TypeError(f"store must be an obstore store, got {type(store).__name__}")
     if not isinstance(path, str):
         raise TypeError(f"path must be a str, got {type(path).__name__}")
-    from .object_store import Obstore
+    from .foreign import Obstore
     from .remote_files import RemoteFiles
 
     backend = Obstore(store)

@@ -25,8 +25,18 @@ from ..core.text import show
 from ..core.thread_group import current, left_behind
 from ..errors import FormatError, RemoteError, UnsupportedError
 from . import url as urls
-from .foreign import LEAST, ObjectStore, StoredObject, checked, copy_whole, secrets_of
-from .remote_store import checked_size, digest_of, marks_of, strong_etag
+from .foreign import (
+    LEAST,
+    ObjectStore,
+    StoredObject,
+    checked,
+    checked_size,
+    copy_whole,
+    digest_of,
+    marks_of,
+    secrets_of,
+    strong_etag,
+)
 
 if TYPE_CHECKING:
     from .http import HttpStore
@@ -65,7 +75,6 @@ class Filesystem(ObjectStore):
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any]) -> Filesystem:
-        """Return the filesystem of a URL."""
         shown, options = urls.shown(url), _copied(options)  # fsspec changes nested options
         known = secrets_of(options)
         _check_credentials(url, known)

@@ -14,6 +14,7 @@ from ..core.text import show
 from ..core.thread_group import current
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
+from .foreign import is_weak
 from .http_client import (
     TRANSPORT_ERRORS,
     Client,
@@ -26,7 +27,7 @@ from .http_client import (
     retried,
     target_of,
 )
-from .remote_store import Backend, RemoteStore, is_weak
+from .remote_store import Backend, RemoteStore
 
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10
@@ -62,8 +63,7 @@ class Web(Backend):
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host."""
-        target = target_of(url, self._client.headers)
-        return HttpStore(urls.shown(url), lambda: target, self._client, window)
+        return HttpStore(urls.shown(url), lambda: target_of(url, self._client.headers), self._client, window)
 
 
 class _Transfer:
@@ -76,7 +76,6 @@ class _Transfer:
         self.at, self.end = spans[0].offset, spans[-1].end  # the range of missing bytes
 
     def memory(self) -> memoryview:
-        """Return the memory for the next bytes."""
         while self.at >= self._spans[self._k].end:
             self._k += 1
         span = self._spans[self._k]
@@ -85,21 +84,20 @@ class _Transfer:
         self._scratch = self._scratch or memoryview(bytearray(_SCRATCH))
         return self._scratch[: span.offset - self.at]
 
-    def receive(self, exchange: Exchange) -> bool:
-        """Receive the body of a response, and return whether it was complete."""
+    def receive(self, exchange: Exchange, path: str) -> None:
+        """Receive the whole body of a response."""
         begin = self.at
         with current().filling():
             while self.at < self.end:
                 count = exchange.receive(self.memory())
                 if not count:
-                    return False
+                    raise broken_off(path)
                 self.at += count
         try:
             exchange.finish()
         except TRANSPORT_ERRORS:  # chunks with a wrong size: no byte of the response is certain
             self.at, self._k = begin, 0
             raise
-        return True
 
 
 @contextmanager
@@ -108,8 +106,9 @@ def _answered(
     target: RequestTarget,
     url: urls.WebUrl,
     path: str,
-    note: Callable[[Exchange, urls.WebUrl], object],
+    what: str = "",  # for the log
     *,
+    note: Callable[[Exchange, urls.WebUrl], object] = lambda exchange, url: None,
     more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},
 ) -> Iterator[tuple[Exchange, urls.WebUrl]]:
     """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
@@ -120,6 +119,7 @@ def _answered(
         seen.add(url)
         try:
             with client.exchange(url, {**target.headers_at(url), **more(url)}) as exchange:
+                debug("%s: %s: %d", path, what or url.shown, exchange.status)
                 note(exchange, url)
                 if exchange.status not in _REDIRECTS:
                     yield exchange, url
@@ -149,19 +149,12 @@ def _answered(
 def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result]) -> _Result:
     """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
-    def note(exchange: Exchange, url: urls.WebUrl) -> None:
-        debug("%s: %s: %d", path, url.shown, exchange.status)
-
-    def mended(failure: Failure) -> bool:
-        debug("%s: %s", path, failure.error)
-        return False
-
     def attempt() -> _Result:
-        with _answered(client, target, target.url, path, note) as (exchange, _):
+        with _answered(client, target, target.url, path) as (exchange, _):
             return use(exchange)
 
     try:
-        return retried(attempt, client.retries, mended)
+        return retried(attempt, client.retries, lambda failure: debug("%s: %s", path, failure.error))
     finally:
         client.leave()
 
@@ -199,32 +192,27 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        route, renewed = self._route, False  # a URL is resolved again once
-
-        def attempt() -> None:
-            nonlocal route
-            route = self._route
-            self._request(route, transfer)
+        renewed = False  # a URL is resolved again once
 
         def mended(failure: Failure) -> bool:
             nonlocal renewed
             if isinstance(failure.error, RemoteError):
                 failure.error.begin, failure.error.end = transfer.at, transfer.end
             debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, failure.error.args[0])
-            if failure.refused is None or renewed or not self._renew(route, failure.refused):
+            if failure.refused is None or renewed or not self._renew(*failure.refused):
                 return False
             renewed = True
             current().sleep(failure.wait)
             return True
 
-        retried(attempt, self._client.retries, mended, lambda: transfer.at)
+        retried(lambda: self._request(transfer), self._client.retries, mended, lambda: transfer.at)
 
-    def _request(self, route: urls.WebUrl, transfer: _Transfer) -> None:
+    def _request(self, transfer: _Transfer) -> None:
         """Request the missing bytes once."""
-        target, (etag, _) = self._target, self._marks or (None, None)
+        route, target, (etag, _) = self._route, self._target, self._marks or (None, None)
+        what = f"bytes [{transfer.at}, {transfer.end})"
 
         def note(exchange: Exchange, url: urls.WebUrl) -> None:
-            debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
             commit = exchange.headers.get(_COMMIT)
             if commit is not None and url.origin == target.url.origin:
                 self.commits.add(commit)
@@ -236,7 +224,7 @@ class HttpStore(RemoteStore):
                 headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route, self.path, note, more=more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, what, note=note, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
                 if self._marks is None:
@@ -244,7 +232,7 @@ class HttpStore(RemoteStore):
                 else:
                     self._read(exchange, url, transfer)
             except Failure as failure:
-                failure.refused = url if exchange.status in _REFUSED else None
+                failure.refused = (route, url) if exchange.status in _REFUSED else None
                 raise
 
     def _renew(self, seen: urls.WebUrl, refused: urls.WebUrl) -> bool:
@@ -289,8 +277,7 @@ class HttpStore(RemoteStore):
         else:
             memory = bytearray(min(self.window, total))
             _check_range(exchange, 0, len(memory), self.path)
-            if not _Transfer([Span(0, memoryview(memory))]).receive(exchange):
-                raise broken_off(self.path)
+            _Transfer([Span(0, memoryview(memory))]).receive(exchange, self.path)
             window = bytes(memory)
         self.size = total
         self._marks = _marks_of(exchange)
@@ -308,8 +295,7 @@ class HttpStore(RemoteStore):
             compare((self.size, ""), (self.size, "another"), self.path)
         _check_range(exchange, transfer.at, transfer.end, self.path)
         self._route = self._proven = url
-        if not transfer.receive(exchange):
-            raise broken_off(self.path)
+        transfer.receive(exchange, self.path)
 
 
 def check_accepted(exchange: Exchange, path: str) -> None:

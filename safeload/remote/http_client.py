@@ -50,7 +50,6 @@ _HEAD = 256 << 10
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 # Python's texts for Winsock errors, which strerror does not know.
 _TEXTS: dict[int, str] = getattr(socket, "errorTab", {})
-_LENGTH = re.compile(r"[0-9]{1,18}")
 # Python stops reading header fields at a malformed line, and reports it only by these defects.
 _LOST = (email.errors.MissingHeaderBodySeparatorDefect, email.errors.FirstHeaderLineIsContinuationDefect)
 # Bytes of a body received at once, and over TLS, where an error loses no more.
@@ -203,7 +202,7 @@ class Exchange(http.client.HTTPResponse):
         length = lengths[0].strip(" \t") if lengths else "0"
         if len(lengths) > 1 or not re.fullmatch(r"[0-9]+", length):
             raise BadResponse("the Content-Length of the response is not a single number")
-        if not _LENGTH.fullmatch(length):
+        if len(length) > 18:
             digits = f"{length[:_SHOWN]}..." if len(length) > _SHOWN else length
             raise BadResponse(f"the Content-Length of the response is {digits}, more than 18 digits")
 
@@ -308,7 +307,8 @@ _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 class Failure(Exception):  # noqa: N818  callers see its error
     """A failed request. Its error is raised after the last try, unchained: the text of a cause may hold a secret."""
 
-    refused: urls.WebUrl | None = None  # the refused URL: another URL for the same file may be accepted
+    # the requested URL, and the URL behind its redirects that was refused: another URL of the file may be accepted
+    refused: tuple[urls.WebUrl, urls.WebUrl] | None = None
 
     def __init__(self, error: Exception, transient: bool = False, wait: float = 0.0) -> None:
         self.error = error
@@ -325,10 +325,10 @@ class Failure(Exception):  # noqa: N818  callers see its error
 def retried(
     attempt: Callable[[], _Result],
     retries: int,
-    mended: Callable[[Failure], bool],
+    mended: Callable[[Failure], object],
     at: Callable[[], int] = lambda: 0,
 ) -> _Result:
-    """Repeat an attempt at reading from byte ``at()`` on, while its failures are `mended` or transient."""
+    """Repeat an attempt at reading from byte ``at()`` on, while it fails for a `mended` (true) or transient reason."""
     begin, consecutive, total = at(), 0, 0
     while True:
         try:
@@ -483,10 +483,9 @@ class Client:
     @contextmanager
     def exchange(self, url: urls.WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Send a request and yield the response once its head has been read."""
-        manager = self._manager(url)
         _of_thread.ours = True
         try:
-            response = manager.urlopen(
+            response = self._manager(url).urlopen(
                 "GET", url.text, headers=dict(headers), timeout=self._timeout, retries=False, redirect=False,
                 preload_content=False, decode_content=False,
             )  # fmt: skip

@@ -51,7 +51,7 @@ def places_of(
             objects = objects or FileObjects()
             location = Location(objects, objects.add(path))
         else:
-            from .object_store import path_of
+            from .remote_files import path_of
 
             location = path_of(path)
         texts.append(location.path)

@@ -441,9 +441,9 @@ def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
-    steps = [] if files.remote else os.path.abspath(path).split(os.sep)
-    snapshots = [k for k, step in enumerate(steps[:-1]) if step == "snapshots"]  # of the Hub's cache
-    if path.startswith("hf://") or any(os.path.isdir(os.sep.join([*steps[:k], "blobs"])) for k in snapshots):
+    above = () if files.remote else Path(os.path.abspath(path)).parents
+    beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
+    if path.startswith("hf://") or any(beside_blobs):  # or in the Hub's cache
         return Expected(HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"

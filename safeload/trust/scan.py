@@ -236,7 +236,6 @@ def _worst_first(finding: ScanFinding) -> int:
 
 
 def _scan_file(report: ScanReport, path: str, files: Files) -> None:
-    """Scan a file into a report."""
     try:
         file = open_without_table(path, files=files)
     except SafeloadError as error:  # not a regular file
@@ -330,7 +329,6 @@ class ScannedRange:
 
     @classmethod
     def of(cls, data: bytes, place: str = "", level: int = 0) -> ScannedRange:
-        """Return bytes in memory as a content."""
         return cls(lambda offset, size: data[offset : offset + size], len(data), place, level)
 
     def part(self, begin: int, size: int, place: str, level: int) -> ScannedRange:
@@ -920,9 +918,7 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, list[str], lis
             continue
         data = content.read_at(begin, size)
         end = _NOT_TEXT.search(data)
-        code.clear()
-        names.clear()
-        try:  # Latin-1, so that characters are bytes
+        try:  # Latin-1, so that characters are bytes; what a text that was cut off has named comes again
             _, last = decoder.raw_decode(data[: end.start() if end else None].decode("latin-1"))
         except (ValueError, RecursionError):
             if end is not None or len(data) < size:

@@ -125,7 +125,6 @@ class _Tracer(Machine):
         self._buffer, self._base, self._window = b"", 0, _FIRST
 
     def run(self, most: int) -> Traced:
-        """Follow at most ``most`` opcodes."""
         opcodes, fault, limited, is_head = 0, "", False, True
         globals_at: set[int] = set()
         heads: set[int] = set()
@@ -296,9 +295,7 @@ class _Tracer(Machine):
         return _UNKNOWN
 
     def text(self, size: int) -> Any:
-        if size > _LONGEST:
-            return self.skip(size, _LONG_TEXT)
-        return self.take(size).decode("utf-8", "backslashreplace")
+        return self.skip(size, _LONG_TEXT) if size > _LONGEST else self.take(size).decode("utf-8", "backslashreplace")
 
     string = text
 

@@ -199,7 +199,6 @@ class VerifiedFiles:
             self._stores.pop(store, None)
 
     def public_options(self) -> NoReturn:
-        """Refuse a plan."""
         raise VerificationError("a plan cannot include verified files: its workers would open them unverified")
 
     def __getattr__(self, name: str) -> Any:

@@ -387,6 +387,5 @@ def sign(
                 raise
             text = f"{path} cannot be signed: {key} is not a key on the curve P-256, P-384 or P-521"
             raise SafeloadError(text, path=path) from None
-        text = temporary.read_text(encoding="utf-8")
-    written.write(text)
+        written.write(temporary.read_text(encoding="utf-8"))
     return target
