@@ -106,10 +106,9 @@ def _answered(
     target: RequestTarget,
     url: urls.WebUrl,
     path: str,
+    commits: set[str],  # gets those that the host of the target states
     what: str = "",  # for the log
-    *,
-    note: Callable[[Exchange, urls.WebUrl], object] = lambda exchange, url: None,
-    more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},
+    more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},  # returns further headers
 ) -> Iterator[tuple[Exchange, urls.WebUrl]]:
     """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
     seen = set[urls.WebUrl]()
@@ -120,7 +119,9 @@ def _answered(
         try:
             with client.exchange(url, {**target.headers_at(url), **more(url)}) as exchange:
                 debug("%s: %s: %d", path, what or url.shown, exchange.status)
-                note(exchange, url)
+                commit = exchange.headers.get(_COMMIT)
+                if commit is not None and url.origin == target.url.origin:
+                    commits.add(commit)
                 if exchange.status not in _REDIRECTS:
                     yield exchange, url
                     return
@@ -150,7 +151,7 @@ def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exc
     """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
     def attempt() -> _Result:
-        with _answered(client, target, target.url, path) as (exchange, _):
+        with _answered(client, target, target.url, path, set()) as (exchange, _):
             return use(exchange)
 
     try:
@@ -212,11 +213,6 @@ class HttpStore(RemoteStore):
         route, target, (etag, _) = self._route, self._target, self._marks or (None, None)
         what = f"bytes [{transfer.at}, {transfer.end})"
 
-        def note(exchange: Exchange, url: urls.WebUrl) -> None:
-            commit = exchange.headers.get(_COMMIT)
-            if commit is not None and url.origin == target.url.origin:
-                self.commits.add(commit)
-
         def more(url: urls.WebUrl) -> dict[str, str]:
             headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
             # Other servers along the redirects may have another ETag for the same file.
@@ -224,7 +220,7 @@ class HttpStore(RemoteStore):
                 headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route, self.path, what, note=note, more=more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, self.commits, what, more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
                 if self._marks is None:

@@ -483,9 +483,14 @@ class Client:
     @contextmanager
     def exchange(self, url: urls.WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Send a request and yield the response once its head has been read."""
+        key = os.getpid(), url.scheme, url.place
+        manager = self._managers.get(key)
+        if manager is None:
+            with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
+                manager = self._managers.get(key) or self._managers.setdefault(key, self._make(url))
         _of_thread.ours = True
         try:
-            response = self._manager(url).urlopen(
+            response = manager.urlopen(
                 "GET", url.text, headers=dict(headers), timeout=self._timeout, retries=False, redirect=False,
                 preload_content=False, decode_content=False,
             )  # fmt: skip
@@ -504,14 +509,6 @@ class Client:
             self.users.discard(user)
         if not self.users:
             _close(self._managers)
-
-    def _manager(self, url: urls.WebUrl) -> Any:
-        key = os.getpid(), url.scheme, url.place
-        manager = self._managers.get(key)
-        if manager is None:
-            with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
-                manager = self._managers.get(key) or self._managers.setdefault(key, self._make(url))
-        return manager
 
     def _make(self, url: urls.WebUrl) -> Any:
         proxies, options = getproxies(), dict[str, Any](maxsize=_IDLE, timeout=self._timeout)

@@ -229,7 +229,7 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     method = settings.get("method")
     if method not in ("files", "shards"):
         raise refused(f"the serialization {show(method)} is not known", path)
-    ranges = _ranges(resources, method == "shards", path)
+    files = {name: tuple(sorted(parts)) for name, parts in _ranges(resources, method == "shards", path).items()}
     if kind == _V1:
         root = hashlib.sha256(b"".join(bytes.fromhex(resource["digest"]) for resource in resources)).hexdigest()
         if not isinstance(subjects, list) or [*map(_sha256_of, subjects)] != [root]:
@@ -238,12 +238,10 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise refused("ignore_paths must be a list of paths", path)
     left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
-    for name, parts in ranges.items():
-        parts.sort(key=lambda part: part.begin)
+    for name, parts in files.items():
         for part, at in zip(parts, [0, *(part.end or 0 for part in parts)], strict=False):
             if part.begin != at:  # bytes without a signature
                 raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
-    files = {name: tuple(parts) for name, parts in ranges.items()}
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
