@@ -107,6 +107,7 @@ def _answered(
     url: urls.WebUrl,
     path: str,
     commits: set[str],  # gets those that the host of the target states
+    *,
     what: str = "",  # for the log
     more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},  # returns further headers
 ) -> Iterator[tuple[Exchange, urls.WebUrl]]:
@@ -220,7 +221,7 @@ class HttpStore(RemoteStore):
                 headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route, self.path, self.commits, what, more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, self.commits, what=what, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
                 if self._marks is None:
