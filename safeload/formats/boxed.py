@@ -194,8 +194,6 @@ class AssembledStore(RemoteStore):
     def __init__(
         self, path: str, tensors: Sequence[BoxedTensor], stores: Sequence[ByteStore], version: tuple[Any, ...]
     ) -> None:
-        super().__init__()
-        self.path = path
         self.stores = stores
         self._tensors = [tensor for tensor in tensors if tensor.nbytes]
         at = 0
@@ -204,11 +202,10 @@ class AssembledStore(RemoteStore):
             at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
         self._places = [tensor.begin for tensor in self._tensors]
         self._located: dict[int, Stored] = {}  # by id of the box
-        self.size = at
         from hashlib import sha256  # only here: most programs need none
 
         digest = sha256(repr((version, [tuple(store.version)[:2] for store in stores])).encode()).hexdigest()
-        self.version = (at, digest)
+        super().__init__(path, (at, digest))
         self._unpacked: OrderedDict[int, Array] = OrderedDict()  # elements of boxes by id, those used last at the end
         self._kept = 0  # bytes of these elements
         self._turn = ProcessLock()

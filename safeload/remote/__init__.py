@@ -5,10 +5,13 @@ URLs do not need this module: ``safeload.open("s3://bucket/model.safetensors", s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.files import Location
+from ..core.runtime import needed
 from ..errors import public
+from . import url as urls
 
 __all__ = ["Location", "of_fsspec", "of_obstore"]
 
@@ -41,9 +44,21 @@ def of_fsspec(fs: Any, path: str) -> Location:
         >>> path.files.open(path.path).size == memory.size("/models/model.safetensors")
         True
     """
-    from . import object_store
+    if not all(hasattr(fs, name) for name in ("cat_file", "info", "ls", "_strip_protocol", "unstrip_protocol")):
+        raise TypeError(f"fs must be an fsspec filesystem, got {type(fs).__name__}")
+    if not isinstance(path, str):
+        raise TypeError(f"path must be a str, got {type(path).__name__}")
+    needed("fsspec", "a filesystem needs fsspec")
+    from .filesystem import Filesystem  # only here: it imports fsspec
+    from .remote_files import RemoteFiles
 
-    return object_store.of_fsspec(fs, path)
+    url = path if urls.is_url(path) else fs.unstrip_protocol(fs._strip_protocol(path))
+    backend = Filesystem(fs)
+    if urls.scheme_of(url) == "file" and backend.escapes:  # like `file://` URLs, so that a pickle leads to the file
+        url = urls.escaped(url)
+    # A pickle of a cache carries the options of the filesystem behind it.
+    options = getattr(getattr(fs, "fs", fs), "storage_options", None)
+    return Location(RemoteFiles(options if isinstance(options, Mapping) else {}, backend), url)
 
 
 @public
@@ -69,9 +84,15 @@ def of_obstore(store: Any, path: str) -> Location:
         >>> from obstore.store import LocalStore  # doctest: +SKIP
         >>> path = safeload.remote.of_obstore(LocalStore("models"), "model.safetensors")  # doctest: +SKIP
     """
-    from . import object_store
+    if not all(callable(getattr(store, name, None)) for name in ("get", "head", "list_with_delimiter")):
+        raise TypeError(f"store must be an obstore store, got {type(store).__name__}")
+    if not isinstance(path, str):
+        raise TypeError(f"path must be a str, got {type(path).__name__}")
+    from .foreign import Obstore
+    from .remote_files import RemoteFiles
 
-    return object_store.of_obstore(store, path)
+    backend = Obstore(store)
+    return Location(RemoteFiles(None, backend), backend.root + path.strip("/"))
 
 
 def __dir__() -> list[str]:

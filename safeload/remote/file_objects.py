@@ -62,7 +62,6 @@ class _Locked:
                 self.file.seek(before)
 
     def end(self) -> int:
-        """Return the position of the end."""
         with self.at(0, os.SEEK_END):
             return int(self.file.tell())
 
@@ -77,11 +76,9 @@ class FileObjectStore(RemoteStore):
     here = True
 
     def __init__(self, source: _FileObject, locked: _Locked, start: int, data: bytes | None) -> None:
-        super().__init__()
         end = locked.end() if data is None else len(data)
         source.refuse_end(end)
-        self.path, self.size = source.name, max(0, end - start)
-        self.version = self.size, start if data is None else id(data)
+        super().__init__(source.name, (max(0, end - start), start if data is None else id(data)))
         self._locked: Any = locked  # None after `close`, like the data
         self._start, self._data = start, data
 
@@ -166,7 +163,6 @@ class _FileObject:
         return MemberStore(store, (start, store.size - start), self.name) if start else store
 
     def refuse_end(self, end: int) -> None:
-        """Refuse a position at the end of the file."""
         if self._start and self._start >= end:
             text = f"nothing to read: its position, {self._start:,}, is at the end; call seek(0) first"
             raise FormatError(text, self.name)
@@ -244,8 +240,7 @@ def _part(file: Any, size: int, name: str) -> bytes:
 
 def _read(file: Any, size: int, name: str) -> memoryview:
     """Return the next bytes; fewer only at the end."""
-    memory = bytearray(size)
-    view, count = memoryview(memory), 0
+    view, count = memoryview(bytearray(size)), 0
     while count < size:
         part = _part(file, min(size - count, _CHUNK), name)
         if not part:

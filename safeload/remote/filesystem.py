@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import fsspec
-from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from fsspec.core import url_to_fs
 from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
@@ -27,9 +25,18 @@ from ..core.text import show
 from ..core.thread_group import current, left_behind
 from ..errors import FormatError, RemoteError, UnsupportedError
 from . import url as urls
-from .foreign import ObjectStore, StoredObject, checked, copy_whole, secrets_of, secrets_of_urls
-from .remote_store import checked_size, digest_of, marks_of, strong_etag
-from .url import CACHES, divided, parsed, unescaped
+from .foreign import (
+    LEAST,
+    ObjectStore,
+    StoredObject,
+    checked,
+    checked_size,
+    copy_whole,
+    digest_of,
+    marks_of,
+    secrets_of,
+    strong_etag,
+)
 
 if TYPE_CHECKING:
     from .http import HttpStore
@@ -68,14 +75,13 @@ class Filesystem(ObjectStore):
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any]) -> Filesystem:
-        """Return the filesystem of a URL."""
         shown, options = urls.shown(url), _copied(options)  # fsspec changes nested options
         known = secrets_of(options)
         _check_credentials(url, known)
         url = _SCHEME.sub(lambda match: match[0].lower(), url)  # fsspec knows schemes in lower case only
         if urls.scheme_of(url) in ("s3", "s3a"):  # AWS no longer accepts botocore's default signature
             options["config_kwargs"] = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
-        fs, place = checked(lambda: url_to_fs(url, **options), shown, known)
+        fs, place = checked(lambda: fsspec.core.url_to_fs(url, **options), shown, known)
         return cls(fs, known, str(place) if key_of(url) == url else None)
 
     @property
@@ -92,7 +98,7 @@ class Filesystem(ObjectStore):
         if not self._own:
             url = _SCHEME.sub(lambda match: match[0].lower(), url).rpartition("::")[2]
         elif self.escapes and urls.scheme_of(url) == "file":
-            url = unescaped(url)
+            url = urls.unescaped(url)
         return str(self.fs._strip_protocol(url))
 
     def writable(self, url: str) -> tuple[ObjectStore, str]:
@@ -177,7 +183,7 @@ class Filesystem(ObjectStore):
             req = _settings(self.fs, "req_kw")
             named = {key: value for key, value in req.items() if key == "RequestPayer" and value}
             url = str(self.ask(shown, "url", place, expires=_VALID, **named))
-            signed = parse_qs(divided(url).query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
+            signed = parse_qs(urls.divided(url).query or "").get("X-Amz-SignedHeaders", [""])[0].split(";")
             headers = {"x-amz-request-payer": named["RequestPayer"]} if "x-amz-request-payer" in signed else {}
             return target_of(url, headers)
 
@@ -295,7 +301,7 @@ class Filesystem(ObjectStore):
     def _marks(self, info: dict[str, Any], url: str, path: str) -> dict[str, str]:
         """Return the marks of a file, with the filesystem's own `ukey` if it has any."""
         fs, marks = self._innermost(), marks_of(info)
-        own = getattr(type(fs), "ukey", None) not in (None, AbstractFileSystem.ukey)
+        own = getattr(type(fs), "ukey", None) not in (None, fsspec.AbstractFileSystem.ukey)
         # A wrapper repeats the `ukey` of the filesystem beneath.
         if own and self._has_ukey and getattr(fs, "fs", None) is None:
             try:
@@ -313,7 +319,7 @@ def key_of(url: str) -> object:
     *before, last = url.split("::")
     for link in url.split("::"):
         _check_package(urls.scheme_of(link) if "://" in link else link, urls.shown(url))
-    if any(link.partition("://")[0] not in CACHES or link.partition("://")[2] for link in before):
+    if any(link.partition("://")[0] not in urls.CACHES or link.partition("://")[2] for link in before):
         return url  # a path in an archive
     cls = fsspec.get_filesystem_class(urls.scheme_of(last))
     return *before, urls.scheme_of(last), repr(sorted(cls._get_kwargs_from_urls(last).items()))
@@ -321,12 +327,12 @@ def key_of(url: str) -> object:
 
 def _check_credentials(url: str, secrets: list[str]) -> None:
     """Refuse credentials that fsspec would mistake for a bucket, and add all others to the secrets of messages."""
-    chain = parsed(url)
+    chain = urls.parsed(url)
     for link in chain:
         if link.scheme in _BUCKETS and (link.credentials is not None or link.hides_place):
             advice = "pass storage_options= or set the environment variables of the store's own tools"
             raise UnsupportedError(f"{urls.shown(url)}: {link.scheme}:// URLs cannot carry credentials: {advice}")
-    known = {*secrets, *secrets_of_urls(chain)}
+    known = {*secrets, *(text for link in chain for text in link.secrets if len(text) >= LEAST)}
     if len(known) > len(secrets):
         secrets[:] = sorted(known, key=len, reverse=True)
 

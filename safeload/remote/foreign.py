@@ -1,8 +1,11 @@
-"""Stores of other libraries: an adapter of five calls, errors that are transient or translated, and secret texts."""
+"""Stores of other libraries and callers: an adapter of five calls, obstore's, errors, versions, and secret texts."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import operator
 import os
 import random
 import re
@@ -13,12 +16,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.runtime import debug
 from ..core.store import WINDOW, ByteStore, replace
 from ..core.text import error_about, printable, show
-from ..core.thread_group import current, each
+from ..core.thread_group import current, each, left_behind
 from ..errors import (
     FormatError,
     RemoteError,
@@ -30,7 +34,6 @@ from ..errors import (
 )
 from . import url as urls
 from .remote_store import Backend, RemoteStore
-from .url import Url
 
 _Result = TypeVar("_Result")
 
@@ -103,9 +106,8 @@ def _is_transient(error: Exception) -> bool:
     name, status = type(error).__name__, status_of(error)
     if status is not None:
         return status in (408, 429) or status >= 500
-    if isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name in _LASTING:
-        return False
-    if type(error).__module__.startswith("obstore"):  # which has retried
+    has_retried = type(error).__module__.startswith("obstore")
+    if has_retried or isinstance(error, (FileNotFoundError, PermissionError, SafeloadError)) or name in _LASTING:
         return False
     if isinstance(error, OSError):
         return error.errno not in _PERMANENT
@@ -165,6 +167,60 @@ def cleaned(error: BaseException, secrets: list[str]) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
+# ---- the version of a file ----
+
+# Fields that stores report of a file, but that do not describe its content: its name and place, access, permissions.
+_NO_MARKS = re.compile(
+    r"(name|path|size|type|mode|uid|gid|islink|n_?link)\Z|.*(url|link|expir|viewed|access)|(st_)?a_?time", re.IGNORECASE
+)
+# Beside a time of modification, these are the times of the last access (SFTP, SMB) and change of permissions (local).
+_TIMES_BESIDE_MTIME = frozenset(("time", "created"))
+
+
+def checked_size(value: object, path: str) -> int:
+    """Return the size of a file as a store reports it."""
+    try:
+        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = -1
+    if 0 <= size < 1 << 63:
+        return size
+    raise error_about(FormatError, f"the store reports a size of {show(value)}, expected 0 to 2**63 - 1", path=path)
+
+
+def is_weak(etag: str) -> bool:
+    """Return whether files with this ETag may differ in bytes."""
+    return etag[:2].upper() == "W/"
+
+
+def strong_etag(fields: Mapping[str, Any]) -> str | None:
+    """Return the strong ETag among the fields that a store reports of a file; it decides alone."""
+    tags = (value for name, value in fields.items() if isinstance(name, str) and name.lower() in ("etag", "e_tag"))
+    return next((tag for tag in tags if isinstance(tag, str) and tag and not is_weak(tag)), None)
+
+
+def marks_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return all fields that may tell contents apart, as text."""
+    marks = {}
+    for name, value in fields.items():
+        passing = _NO_MARKS.match(str(name)) or (name in _TIMES_BESIDE_MTIME and fields.get("mtime") is not None)
+        if not passing and value not in (None, ""):
+            with suppress(TypeError, ValueError, RecursionError):  # no plain value
+                marks[str(name)] = json.dumps(value, sort_keys=True, default=_plain)
+    return marks
+
+
+def _plain(value: object) -> str:
+    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
+        raise TypeError  # its text is its address in memory
+    return str(value)
+
+
+def digest_of(marks: Mapping[str, str]) -> str | None:
+    """Return a short text that differs if a mark differs, is gone, or is new; None without marks."""
+    return hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest() if marks else None
+
+
 # ---- object stores ----
 
 
@@ -214,8 +270,7 @@ class ObjectStore(Backend):
         place, shown, names = self.place(url), urls.shown(url), set()
         for path, is_folder in self.entries(place, shown):
             if not isinstance(path, str) or "\0" in path or re.search("[\ud800-\udfff]", path):
-                text = f"the store lists a name that is no text: {show(path)}"
-                raise error_about(FormatError, text, path=shown)
+                raise error_about(FormatError, f"the store lists a name that is no text: {show(path)}", path=shown)
             if path.strip("/") != place.strip("/"):
                 names.add((path.rstrip("/").rpartition("/")[2], is_folder))
         return sorted(names)
@@ -240,11 +295,8 @@ class StoredObject(RemoteStore):
     """A file of an object store, read by ranges into separate buffers, because not every read can be aborted."""
 
     def __init__(self, objects: ObjectStore, place: str, url: str, window: int = WINDOW) -> None:
-        super().__init__(window)
-        self.path = url
+        super().__init__(url, objects.stat(place, url), window)
         self._objects, self._place = objects, place
-        self.version = objects.stat(place, url)
-        self.size: int = self.version[0]
         debug("%s: opened by %s", url, objects.name)
 
     def content(self, begin: int, end: int) -> memoryview:
@@ -266,6 +318,132 @@ class StoredObject(RemoteStore):
             version = self._objects.stat(self._place, self.path)
             if version != self.version:
                 raise changed(self.path, self.size, version[0])
+
+
+# ---- callers' stores ----
+
+# Schemes of obstore's classes; any other class uses its own name.
+_SCHEMES = {
+    "S3Store": "s3", "GCSStore": "gs", "AzureStore": "az", "HTTPStore": "https", "LocalStore": "file",
+    "MemoryStore": "memory",
+}  # fmt: skip
+# A mark that is no ETag.
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ForeignStore(RemoteStore):
+    """A caller's store with the four members of `ByteStore`, read into separate buffers: nothing may abort it."""
+
+    def __init__(self, store: ByteStore, path: str) -> None:
+        self._store = store
+        super().__init__(path, self._version())
+        self.size = checked_size(store.size, path)
+
+    def _version(self) -> tuple[Any, ...]:
+        version = self._store.version
+        return (self._store.size, *version) if isinstance(version, tuple) else (self._store.size, version)
+
+    def content(self, begin: int, end: int) -> bytearray:
+        memory = bytearray(end - begin)
+        left_behind(lambda: self._store.read_into(begin, memory))
+        return memory
+
+    def confirm(self) -> None:
+        if self._version() != self.version:
+            raise FormatError("the file has changed since it was opened: its version differs", self.path)
+
+    def close(self) -> None:
+        super().close()
+        self._store.close()
+
+
+class Single(Backend):
+    """A caller's store, which serves every URL."""
+
+    no_folders, read_only = "a single store has no folders", "a single store is read-only"
+
+    def __init__(self, store: ByteStore) -> None:
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<{type(self._store).__name__}>"
+
+    def open(self, url: str, window: int = WINDOW) -> RemoteStore:
+        return self._store if isinstance(self._store, RemoteStore) else ForeignStore(self._store, urls.shown(url))
+
+
+class Obstore(ObjectStore):
+    """An obstore store, and its URLs; its calls run in threads of their own, because obstore waits for no signal."""
+
+    proves = True
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.name = type(store).__name__
+        config = getattr(store, "config", None)
+        config = config if isinstance(config, Mapping) else {}
+        scheme = _SCHEMES.get(self.name, self.name.lower())
+        bucket = config.get("bucket") or config.get("container_name") or ""
+        where = "/".join(part for part in (bucket, str(getattr(store, "prefix", None) or "").strip("/")) if part)
+        self.root = urls.shown(f"{scheme}://{'/' if scheme == 'file' else ''}{where}").rstrip("/") + "/"  # in messages
+        if self.root.count("/") < 3:  # "memory:/"
+            self.root = f"{scheme}://"
+        self.secrets = secrets_of(config)
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<Obstore {self.root}>"  # its configuration holds keys
+
+    def place(self, url: str) -> str:
+        self._check_process(url)
+        if not f"{url}/".startswith(self.root):
+            raise ValueError(f"{urls.shown(url)} is not in {self.root}")
+        return url[len(self.root) :].strip("/")
+
+    def entries(self, place: str, shown: str) -> Iterator[tuple[Any, bool]]:
+        entries = self._ask(lambda: self._store.list_with_delimiter(place or None), shown)
+        if isinstance(entries, Mapping):
+            yield from ((entry["path"], False) for entry in entries["objects"])
+            yield from ((prefix, True) for prefix in entries["common_prefixes"])
+
+    def stat(self, place: str, shown: str) -> tuple[int, str | None]:
+        return _version(self._ask(lambda: self._store.head(place), shown), shown)
+
+    def read(self, place: str, shown: str, begin: int, end: int, version: tuple[Any, ...]) -> Any:
+        options: dict[str, Any] = {"range": (begin, end)}
+        if version[1] is not None and not _DIGEST.fullmatch(version[1]):
+            options["if_match"] = version[1]
+
+        def read() -> Any:
+            self._check_process(shown)
+            response = self._store.get(place, options=options)
+            now = _version(response.meta, shown)
+            if now != version:
+                raise changed(shown, version[0], now[0])
+            return response.bytes()
+
+        return left_behind(read)
+
+    def write(self, source: str, place: str, shown: str) -> None:
+        self._ask(lambda: self._store.put(place, Path(source)), shown)  # visible only when it is complete
+
+    def delete(self, place: str, shown: str, *, folder: bool) -> None:
+        if not folder:
+            self._ask(lambda: self._store.delete(place), shown)
+
+    def _ask(self, function: Callable[[], Any], shown: str) -> Any:
+        self._check_process(shown)
+        return checked(lambda: left_behind(function), shown, self.secrets)
+
+    def _check_process(self, shown: str) -> None:
+        """Refuse a forked process: it lacks obstore's threads, and a read would wait forever."""
+        if os.getpid() != self._process:
+            advice = "start processes with spawn or forkserver, and open the store there"
+            raise UnsupportedError(f"{urls.shown(shown)}: obstore does not work in a forked process: {advice}")
+
+
+def _version(meta: Mapping[str, Any], shown: str) -> tuple[int, str | None]:
+    return checked_size(meta.get("size"), shown), strong_etag(meta) or digest_of(marks_of(meta))
 
 
 def copy_whole(source: str, path: str, shown: str) -> None:
@@ -293,7 +471,7 @@ PUBLIC = frozenset(
     )
 )  # fmt: skip
 # Shorter values are words such as "us" or "true", which are too common to be masked.
-_LEAST = 5
+LEAST = 5
 
 
 def public_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -315,11 +493,6 @@ def secrets_of(options: Mapping[str, Any] | None) -> list[str]:
     for key, value in (options or {}).items():
         if isinstance(value, Mapping):
             texts.update(secrets_of(value))
-        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= _LEAST:
+        elif isinstance(value, (str, bytes)) and key not in PUBLIC and len(value) >= LEAST:
             texts.add(value if isinstance(value, str) else value.decode("latin-1"))
     return sorted(texts, key=len, reverse=True)
-
-
-def secrets_of_urls(chain: Iterable[Url]) -> Iterator[str]:
-    """Return the secrets in the links of a chain."""
-    return (text for link in chain for text in link.secrets if len(text) >= _LEAST)

@@ -14,6 +14,7 @@ from ..core.text import show
 from ..core.thread_group import current
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
+from .foreign import is_weak
 from .http_client import (
     TRANSPORT_ERRORS,
     Client,
@@ -26,8 +27,7 @@ from .http_client import (
     retried,
     target_of,
 )
-from .remote_store import Backend, RemoteStore, is_weak
-from .url import UrlError, WebUrl
+from .remote_store import Backend, RemoteStore
 
 # Maximum number of redirects per request.
 MOST_REDIRECTS = 10
@@ -63,8 +63,7 @@ class Web(Backend):
 
     def open(self, url: str, window: int = WINDOW) -> HttpStore:
         """Open a file. The user and password of a URL are sent only to its host."""
-        target = target_of(url, self._client.headers)
-        return HttpStore(urls.shown(url), lambda: target, self._client, window)
+        return HttpStore(urls.shown(url), lambda: target_of(url, self._client.headers), self._client, window)
 
 
 class _Transfer:
@@ -77,7 +76,6 @@ class _Transfer:
         self.at, self.end = spans[0].offset, spans[-1].end  # the range of missing bytes
 
     def memory(self) -> memoryview:
-        """Return the memory for the next bytes."""
         while self.at >= self._spans[self._k].end:
             self._k += 1
         span = self._spans[self._k]
@@ -86,42 +84,45 @@ class _Transfer:
         self._scratch = self._scratch or memoryview(bytearray(_SCRATCH))
         return self._scratch[: span.offset - self.at]
 
-    def receive(self, exchange: Exchange) -> bool:
-        """Receive the body of a response, and return whether it was complete."""
+    def receive(self, exchange: Exchange, path: str) -> None:
+        """Receive the whole body of a response."""
         begin = self.at
         with current().filling():
             while self.at < self.end:
                 count = exchange.receive(self.memory())
                 if not count:
-                    return False
+                    raise broken_off(path)
                 self.at += count
         try:
             exchange.finish()
         except TRANSPORT_ERRORS:  # chunks with a wrong size: no byte of the response is certain
             self.at, self._k = begin, 0
             raise
-        return True
 
 
 @contextmanager
 def _answered(
     client: Client,
     target: RequestTarget,
-    url: WebUrl,
+    url: urls.WebUrl,
     path: str,
-    note: Callable[[Exchange, WebUrl], object],
+    commits: set[str],  # gets those that the host of the target states
     *,
-    more: Callable[[WebUrl], Mapping[str, str]] = lambda url: {},
-) -> Iterator[tuple[Exchange, WebUrl]]:
+    what: str = "",  # for the log
+    more: Callable[[urls.WebUrl], Mapping[str, str]] = lambda url: {},  # returns further headers
+) -> Iterator[tuple[Exchange, urls.WebUrl]]:
     """Send a request, follow redirects, and yield the last response and its URL; errors are a `Failure`."""
-    seen = set[WebUrl]()
+    seen = set[urls.WebUrl]()
     while url not in seen:
         if len(seen) > MOST_REDIRECTS:
             raise Failure(RemoteError(f"the server redirects more than {MOST_REDIRECTS} times", path))
         seen.add(url)
         try:
             with client.exchange(url, {**target.headers_at(url), **more(url)}) as exchange:
-                note(exchange, url)
+                debug("%s: %s: %d", path, what or url.shown, exchange.status)
+                commit = exchange.headers.get(_COMMIT)
+                if commit is not None and url.origin == target.url.origin:
+                    commits.add(commit)
                 if exchange.status not in _REDIRECTS:
                     yield exchange, url
                     return
@@ -137,7 +138,7 @@ def _answered(
             raise Failure(RemoteError("the server redirects without a Location header", path))
         try:
             following = url.redirected(location)
-        except UrlError as error:
+        except urls.UrlError as error:
             text = f"the server redirects to an invalid http or https URL: {error}"
             raise Failure(RemoteError(text, path)) from None
         if url.scheme == "https" and following.scheme != "https":
@@ -150,19 +151,12 @@ def _answered(
 def request(client: Client, target: RequestTarget, path: str, use: Callable[[Exchange], _Result]) -> _Result:
     """Request a whole response, and return the result of ``use``; transient failures are retried."""
 
-    def note(exchange: Exchange, url: WebUrl) -> None:
-        debug("%s: %s: %d", path, url.shown, exchange.status)
-
-    def mended(failure: Failure) -> bool:
-        debug("%s: %s", path, failure.error)
-        return False
-
     def attempt() -> _Result:
-        with _answered(client, target, target.url, path, note) as (exchange, _):
+        with _answered(client, target, target.url, path, set()) as (exchange, _):
             return use(exchange)
 
     try:
-        return retried(attempt, client.retries, mended)
+        return retried(attempt, client.retries, lambda failure: debug("%s: %s", path, failure.error))
     finally:
         client.leave()
 
@@ -171,8 +165,7 @@ class HttpStore(RemoteStore):
     """A file read by GET requests for ranges."""
 
     def __init__(self, path: str, resolve: Callable[[], RequestTarget], client: Client, window: int = WINDOW) -> None:
-        super().__init__(window)
-        self.path = path
+        super().__init__(path, (0, None), window)  # the version of an empty file, until the file is open
         self.commits: set[str] = set()  # of the Hub, as the host of the URL states them
         self._resolve = resolve  # called from any thread, and again if access to its URL is refused
         self._client = client
@@ -182,7 +175,7 @@ class HttpStore(RemoteStore):
         try:
             self._target = resolve()
             self._route = self._target.url  # after redirects
-            self._proven: WebUrl | None = None  # has served bytes of the opened version
+            self._proven: urls.WebUrl | None = None  # has served bytes of the opened version
             self._persist(_Transfer([Span(0, memoryview(bytearray(window)))]))
         except BaseException:
             client.leave(self)
@@ -201,44 +194,34 @@ class HttpStore(RemoteStore):
 
     def _persist(self, transfer: _Transfer) -> None:
         """Request the missing bytes until all have arrived; errors are never chained to urllib3's."""
-        route, renewed = self._route, False  # a URL is resolved again once
-
-        def attempt() -> None:
-            nonlocal route
-            route = self._route
-            self._request(route, transfer)
+        renewed = False  # a URL is resolved again once
 
         def mended(failure: Failure) -> bool:
             nonlocal renewed
             if isinstance(failure.error, RemoteError):
                 failure.error.begin, failure.error.end = transfer.at, transfer.end
             debug("%s: bytes [%d, %d): %s", self.path, transfer.at, transfer.end, failure.error.args[0])
-            if failure.refused is None or renewed or not self._renew(route, failure.refused):
+            if failure.refused is None or renewed or not self._renew(*failure.refused):
                 return False
             renewed = True
             current().sleep(failure.wait)
             return True
 
-        retried(attempt, self._client.retries, mended, lambda: transfer.at)
+        retried(lambda: self._request(transfer), self._client.retries, mended, lambda: transfer.at)
 
-    def _request(self, route: WebUrl, transfer: _Transfer) -> None:
+    def _request(self, transfer: _Transfer) -> None:
         """Request the missing bytes once."""
-        target, (etag, _) = self._target, self._marks or (None, None)
+        route, target, (etag, _) = self._route, self._target, self._marks or (None, None)
+        what = f"bytes [{transfer.at}, {transfer.end})"
 
-        def note(exchange: Exchange, url: WebUrl) -> None:
-            debug("%s: bytes [%d, %d): %d", self.path, transfer.at, transfer.end, exchange.status)
-            commit = exchange.headers.get(_COMMIT)
-            if commit is not None and url.origin == target.url.origin:
-                self.commits.add(commit)
-
-        def more(url: WebUrl) -> dict[str, str]:
+        def more(url: urls.WebUrl) -> dict[str, str]:
             headers = {"Range": f"bytes={transfer.at}-{transfer.end - 1}"}
             # Other servers along the redirects may have another ETag for the same file.
             if etag and not is_weak(etag) and url == self._proven:
                 headers["If-Match"] = etag
             return headers
 
-        with _answered(self._client, target, route, self.path, note, more=more) as (exchange, url):
+        with _answered(self._client, target, route, self.path, self.commits, what=what, more=more) as (exchange, url):
             try:
                 check_accepted(exchange, self.path)
                 if self._marks is None:
@@ -246,10 +229,10 @@ class HttpStore(RemoteStore):
                 else:
                     self._read(exchange, url, transfer)
             except Failure as failure:
-                failure.refused = url if exchange.status in _REFUSED else None
+                failure.refused = (route, url) if exchange.status in _REFUSED else None
                 raise
 
-    def _renew(self, seen: WebUrl, refused: WebUrl) -> bool:
+    def _renew(self, seen: urls.WebUrl, refused: urls.WebUrl) -> bool:
         """Resolve the URL again, in a single thread, and return whether there is another URL to try."""
         lock = self._renewing.own
         while not lock.acquire(timeout=0.1):
@@ -270,7 +253,7 @@ class HttpStore(RemoteStore):
 
     # ---- responses ----
 
-    def _opened(self, exchange: Exchange, url: WebUrl) -> None:
+    def _opened(self, exchange: Exchange, url: urls.WebUrl) -> None:
         """Take the size, the version and the first window from the response to the first request."""
         status, total = exchange.status, _total(exchange)
         if status == 200:  # a server without range support
@@ -291,8 +274,7 @@ class HttpStore(RemoteStore):
         else:
             memory = bytearray(min(self.window, total))
             _check_range(exchange, 0, len(memory), self.path)
-            if not _Transfer([Span(0, memoryview(memory))]).receive(exchange):
-                raise broken_off(self.path)
+            _Transfer([Span(0, memoryview(memory))]).receive(exchange, self.path)
             window = bytes(memory)
         self.size = total
         self._marks = _marks_of(exchange)
@@ -300,7 +282,7 @@ class HttpStore(RemoteStore):
         self._route = self._proven = url
         self.keep(0, window)
 
-    def _read(self, exchange: Exchange, url: WebUrl, transfer: _Transfer) -> None:
+    def _read(self, exchange: Exchange, url: urls.WebUrl, transfer: _Transfer) -> None:
         """Take the missing bytes from a response."""
         total = _total(exchange)
         if total is not None:
@@ -310,8 +292,7 @@ class HttpStore(RemoteStore):
             compare((self.size, ""), (self.size, "another"), self.path)
         _check_range(exchange, transfer.at, transfer.end, self.path)
         self._route = self._proven = url
-        if not transfer.receive(exchange):
-            raise broken_off(self.path)
+        transfer.receive(exchange, self.path)
 
 
 def check_accepted(exchange: Exchange, path: str) -> None:

@@ -40,7 +40,6 @@ from ..core.thread_group import Stopped, current
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
 from . import url as urls
 from .foreign import requested_wait
-from .url import UrlError, WebUrl, divided, web_url
 
 # ---- sockets ----
 
@@ -51,7 +50,6 @@ _HEAD = 256 << 10
 _PENDING = {errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", errno.EWOULDBLOCK)}
 # Python's texts for Winsock errors, which strerror does not know.
 _TEXTS: dict[int, str] = getattr(socket, "errorTab", {})
-_LENGTH = re.compile(r"[0-9]{1,18}")
 # Python stops reading header fields at a malformed line, and reports it only by these defects.
 _LOST = (email.errors.MissingHeaderBodySeparatorDefect, email.errors.FirstHeaderLineIsContinuationDefect)
 # Bytes of a body received at once, and over TLS, where an error loses no more.
@@ -204,7 +202,7 @@ class Exchange(http.client.HTTPResponse):
         length = lengths[0].strip(" \t") if lengths else "0"
         if len(lengths) > 1 or not re.fullmatch(r"[0-9]+", length):
             raise BadResponse("the Content-Length of the response is not a single number")
-        if not _LENGTH.fullmatch(length):
+        if len(length) > 18:
             digits = f"{length[:_SHOWN]}..." if len(length) > _SHOWN else length
             raise BadResponse(f"the Content-Length of the response is {digits}, more than 18 digits")
 
@@ -309,7 +307,8 @@ _TRANSIENT = frozenset((408, 429, 500, 502, 503, 504))
 class Failure(Exception):  # noqa: N818  callers see its error
     """A failed request. Its error is raised after the last try, unchained: the text of a cause may hold a secret."""
 
-    refused: WebUrl | None = None  # the refused URL: another URL for the same file may be accepted
+    # the requested URL, and the URL behind its redirects that was refused: another URL of the file may be accepted
+    refused: tuple[urls.WebUrl, urls.WebUrl] | None = None
 
     def __init__(self, error: Exception, transient: bool = False, wait: float = 0.0) -> None:
         self.error = error
@@ -326,10 +325,10 @@ class Failure(Exception):  # noqa: N818  callers see its error
 def retried(
     attempt: Callable[[], _Result],
     retries: int,
-    mended: Callable[[Failure], bool],
+    mended: Callable[[Failure], object],
     at: Callable[[], int] = lambda: 0,
 ) -> _Result:
-    """Repeat an attempt at reading from byte ``at()`` on, while its failures are `mended` or transient."""
+    """Repeat an attempt at reading from byte ``at()`` on, while it fails for a `mended` (true) or transient reason."""
     begin, consecutive, total = at(), 0, 0
     while True:
         try:
@@ -424,13 +423,13 @@ _OWN_HEADERS = frozenset(("accept-encoding", "if-match", "if-range", "if-none-ma
 class RequestTarget(NamedTuple):
     """The URL of a file and the headers to send there."""
 
-    url: WebUrl  # its query may be secret
+    url: urls.WebUrl  # its query may be secret
     headers: Mapping[str, str]  # may be secret: they are sent to the origin of the URL only
 
     def __repr__(self) -> str:
         return f"<Target {self.url.shown}>"
 
-    def headers_at(self, url: WebUrl) -> dict[str, str]:
+    def headers_at(self, url: urls.WebUrl) -> dict[str, str]:
         """Return the headers of a request to a URL, which may be behind a redirect."""
         headers = dict(self.headers) if url.origin == self.url.origin else {}
         if "user-agent" not in map(str.lower, headers):
@@ -482,9 +481,13 @@ class Client:
         weakref.finalize(self, _close, self._managers)
 
     @contextmanager
-    def exchange(self, url: WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
+    def exchange(self, url: urls.WebUrl, headers: Mapping[str, str]) -> Iterator[Exchange]:
         """Send a request and yield the response once its head has been read."""
-        manager = self._manager(url)
+        key = os.getpid(), url.scheme, url.place
+        manager = self._managers.get(key)
+        if manager is None:
+            with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
+                manager = self._managers.get(key) or self._managers.setdefault(key, self._make(url))
         _of_thread.ours = True
         try:
             response = manager.urlopen(
@@ -507,27 +510,20 @@ class Client:
         if not self.users:
             _close(self._managers)
 
-    def _manager(self, url: WebUrl) -> Any:
-        key = os.getpid(), url.scheme, url.place
-        manager = self._managers.get(key)
-        if manager is None:
-            with self._lock.own:  # reading certificates is slow, and so can be asking the system for proxies
-                manager = self._managers.get(key) or self._managers.setdefault(key, self._make(url))
-        return manager
-
-    def _make(self, url: WebUrl) -> Any:
+    def _make(self, url: urls.WebUrl) -> Any:
         proxies, options = getproxies(), dict[str, Any](maxsize=_IDLE, timeout=self._timeout)
         proxy = proxies.get(url.scheme) or proxies.get("all") or ""
         proxy = "" if not proxy or proxy_bypass(url.place) else proxy if "://" in proxy else f"http://{proxy}"
-        via: WebUrl | None = None
+        via: urls.WebUrl | None = None
         pools, is_socks = POOLS, proxy.startswith("socks")
         if proxy and not is_socks:
-            place = divided(proxy.replace("\\", "%5C"))  # on Windows the user may contain a backslash, after a domain
+            # On Windows the user may contain a backslash, after a domain.
+            place = urls.divided(proxy.replace("\\", "%5C"))
             if place.scheme not in ("http", "https"):
                 raise UnsupportedError(f"proxies must use http, https or socks, got {place.scheme or 'no scheme'}")
             try:
-                via, credentials = web_url(place)
-            except UrlError as error:
+                via, credentials = urls.web_url(place)
+            except urls.UrlError as error:
                 raise UnsupportedError(f"the proxy {place.shown} cannot be used: {error}") from None
         if url.scheme == "https" or (via is not None and via.scheme == "https"):
             context = self._context = self._context or _context(self._verify)
@@ -611,8 +607,8 @@ def _system_context(file: str | None, folder: str | None) -> ssl.SSLContext:
 def target_of(url: str, headers: Mapping[str, str]) -> RequestTarget:
     """Return the target of a URL; its user and password become a header."""
     try:
-        web, credentials = web_url(divided(url))
-    except UrlError as error:
+        web, credentials = urls.web_url(urls.divided(url))
+    except urls.UrlError as error:
         raise RemoteError(f"this URL cannot be opened: {error}", urls.shown(url)) from None
     if credentials is None:
         return RequestTarget(web, headers)

@@ -74,7 +74,6 @@ _REFUSALS = {
     "NoToken": "there is no token on this machine; log in with `hf auth login`",
     "WrongToken": f"the Hub refuses the token: {_WRONG_TOKEN}; log in with `hf auth login`, or set HF_TOKEN",
 }
-_DISABLED = "Access to this resource is disabled."
 
 _Result = TypeVar("_Result")
 
@@ -90,7 +89,6 @@ class HubPlace(NamedTuple):
 
     @property
     def cached(self) -> CachedRepository:
-        """The repository in the cache."""
         return CachedRepository.of(self.kind, self.repo)
 
     @property
@@ -148,11 +146,24 @@ class Hub(Backend):
         return snapshot
 
     def _known(self, place: HubPlace) -> Snapshot | None:
-        """Like `snapshot`, but return None instead of sending a request."""
+        """Like `snapshot`, but return None if a request is allowed and necessary."""
         snapshot = self._snapshots.get(place[:3])
-        if snapshot is None and (cached := _in_cache(place)) is not None:
-            snapshot = self._keep(place, cached)
-        return snapshot
+        revision, offline = place.revision or "main", urls.offline()
+        if snapshot is not None or (offline is None and not COMMIT.fullmatch(revision)):
+            return snapshot
+        cached = place.cached
+        commit = cached.commit_of(revision)
+        if commit is not None:
+            tree = cached.tree(commit)
+            if tree is not None and offline is None:
+                return self._keep(place, Snapshot(commit, tree))
+            files = cached.files(commit) if offline is not None or cached.is_complete(commit) else frozenset()
+            if files:
+                return self._keep(place, Snapshot(commit, {name: (tree or {}).get(name) for name in files}))
+        if offline is None:
+            return None
+        text = f"{offline} is set, which forbids network access, and the cache of huggingface_hub has no files of "
+        raise UnsupportedError(f"{place.shown}: {text}{show(revision)} of this repository")
 
     def _keep(self, place: HubPlace, snapshot: Snapshot) -> Snapshot:
         debug("%s: commit %s, %d files", place.shown, snapshot.commit, len(snapshot.files))
@@ -193,7 +204,6 @@ class Hub(Backend):
     # ---- Backend ----
 
     def open(self, url: str, window: int = WINDOW) -> ByteStore:
-        """Open a file of a commit."""
         place = self._place(url)
         snapshot, shown = self._known(place), place.shown
         if snapshot is None:
@@ -330,7 +340,6 @@ class Hub(Backend):
         return None
 
     def _api(self, place: HubPlace, what: str, use: Callable[[Exchange], _Result]) -> _Result:
-        """Request an answer about a repository."""
         target = self._target(lambda: f"{self._url}/api/{place.kind}s/{place.repo}{what}", place)
         return request(self._client, target, place.shown, use)
 
@@ -365,7 +374,7 @@ class Hub(Backend):
                 code = "WrongToken"
             elif status in (401, 404, 410):
                 code = "RepoNotFound"
-            elif text == _DISABLED:
+            elif text == "Access to this resource is disabled.":
                 code = "Disabled"
         error = self._error(code, status, text, place)
         if error is not None:
@@ -405,26 +414,6 @@ def _library() -> Any:
     return needed("huggingface_hub", "hf:// URLs need huggingface_hub")
 
 
-def _in_cache(place: HubPlace) -> Snapshot | None:
-    """Return the snapshot of a revision if the cache has it and no request is allowed or necessary; else None."""
-    revision, offline = place.revision or "main", urls.offline()
-    if offline is None and not COMMIT.fullmatch(revision):
-        return None
-    cached = place.cached
-    commit = cached.commit_of(revision)
-    if commit is not None:
-        tree = cached.tree(commit)
-        if tree is not None and offline is None:
-            return Snapshot(commit, tree)
-        files = cached.files(commit) if offline is not None or cached.is_complete(commit) else frozenset()
-        if files:
-            return Snapshot(commit, {name: (tree or {}).get(name) for name in files})
-    if offline is None:
-        return None
-    text = f"{offline} is set, which forbids network access, and the cache of huggingface_hub has no files of "
-    raise UnsupportedError(f"{place.shown}: {text}{show(revision)} of this repository")
-
-
 def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore | None:
     """Open a file in the cache; None if it was not downloaded, or if the network can replace a damaged copy."""
     path, shown = place.cached.file(commit, place.path), place.shown
@@ -432,16 +421,14 @@ def _open_cached(place: HubPlace, commit: str, nbytes: int | None) -> LocalStore
         return None
     try:
         store = open_local(path, shown=shown)
-    except (OSError, FormatError):
+        if nbytes is not None and store.size != nbytes:
+            store.close()
+            text = f"the copy in the cache has {store.size:,} bytes, but the file has {nbytes:,}: delete {path}"
+            raise FormatError(text, shown)
+    except (OSError, FormatError) as error:
         if urls.offline() is not None:
             raise
-        return None
-    if nbytes is not None and store.size != nbytes:
-        store.close()
-        text = f"the copy in the cache has {store.size:,} bytes, but the file has {nbytes:,}: delete {path}"
-        if urls.offline() is not None:
-            raise FormatError(text, shown)
-        debug("%s: %s", shown, text)
+        debug("%s", error)
         return None
     store.mark = commit
     debug("%s: opened %s", shown, path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from ..core.json_file import read_json
 from ..core.paths import folder_names
@@ -58,12 +59,10 @@ def hub_repository(kind: str, name: str) -> str:
 def ref_of(path: str, *names: str) -> str:
     """Return the commit of a branch or tag in the folder of a repository; "" if it cannot be read."""
     place = os.path.join(path, "refs", *names)
-    try:
+    with suppress(OSError, ValueError):
         if os.path.isfile(place):  # a FIFO would block
             with open(place, encoding="ascii") as file:
                 return file.read(_LONGEST_REF).strip()
-    except (OSError, ValueError):
-        pass
     return ""
 
 
@@ -78,8 +77,7 @@ def snapshot_of(path: str) -> str | None:
     revisions = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
     if len(revisions) > 1:
         listed = ", ".join(clip(printable(name), 100) for name in revisions[:20])
-        text = f"{len(revisions)} snapshots: {listed}; open one of snapshots/"
-        raise error_about(UnsupportedError, text, path=path)
+        raise error_about(UnsupportedError, f"{len(revisions)} snapshots: {listed}; open one of snapshots/", path=path)
     return os.path.join(snapshots, revisions[0]) if revisions else None
 
 
@@ -104,9 +102,7 @@ class CachedRepository:
         return commit if COMMIT.fullmatch(commit) else None
 
     def refs(self) -> dict[str, str]:
-        """Return the commits of branches and tags."""
-        folder = os.path.join(self.path, "refs")
-        names = ["/".join(name) for name in _walk(folder)]
+        names = ["/".join(name) for name in _walk(os.path.join(self.path, "refs"))]
         return {name: commit for name in names if (commit := self.commit_of(name)) is not None}
 
     def commits(self) -> list[str]:
@@ -130,9 +126,8 @@ class CachedRepository:
         """Return the sizes of all files of a commit; None if the cache has no list of them."""
         if not COMMIT.fullmatch(commit):
             return None
-        path = os.path.join(self.path, "trees", f"{commit}.json")
         try:
-            listed = read_json(path, "the list of files")
+            listed = read_json(os.path.join(self.path, "trees", f"{commit}.json"), "the list of files")
         except (OSError, FormatError):
             return None
         files = listed.get("files")
@@ -149,9 +144,8 @@ class CachedRepository:
     def is_complete(self, commit: str) -> bool:
         """Return whether the weights at the top of a snapshot and their configuration seem complete, without a tree."""
         names = {name for name in self.files(commit) if "/" not in name}
-        if not names.intersection(_CONFIGS):
-            return False
-        if any(name.endswith(".incomplete") for name in folder_names(os.path.join(self.path, "blobs"), [])):
+        blobs = folder_names(os.path.join(self.path, "blobs"), [])
+        if not names.intersection(_CONFIGS) or any(name.endswith(".incomplete") for name in blobs):
             return False
         indexes = [name for name in names if ".index." in name and name.endswith(".json")]
         for index in indexes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from contextlib import suppress
 
 from .hub_cache import hub_repository, ref_of
 from .url import is_url, of_page, shown
@@ -102,12 +103,10 @@ def _cached(repository: str) -> str | None:
     """Return the folder of a repository with weights in huggingface_hub's local cache, or None."""
     cache = hub_repository("model", repository)
     folders = os.path.join(cache, "snapshots")
-    try:
+    with suppress(OSError, ValueError):
         revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
         for name in filter(None, (ref_of(cache, "main"), *reversed(revisions))):
             folder = os.path.join(folders, name)
             if os.path.basename(name) == name and any(file.endswith(_WEIGHTS) for file in os.listdir(folder)):
                 return folder
-    except (OSError, ValueError):
-        pass
     return None

@@ -31,9 +31,7 @@ from ..core.text import error_about, plural, show
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from .url import shown
 
-SCHEME = "ollama"
-
-_BEGIN = f"{SCHEME}://"
+_BEGIN = "ollama://"
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}", re.ASCII)
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})", re.ASCII)
 _DEFAULTS = ("registry.ollama.ai", "library")
@@ -42,6 +40,7 @@ _LATEST = "latest"
 # Media types of layers, without their prefix.
 _MEDIA = "application/vnd.ollama.image."
 _MODEL, _TENSOR = "model", "tensor"
+# Layers that change or complete a model, and are not opened with it.
 _BESIDE = {"adapter": "adapter", "projector": "projector", "draft": "draft model"}
 
 # Folders of ollama's service on Linux, which has an account of its own.
@@ -87,7 +86,6 @@ class OllamaModel(NamedTuple):
     layers: tuple[Layer, ...]
 
     def of(self, kind: str) -> list[Layer]:
-        """Return the layers of a kind."""
         return [layer for layer in self.layers if layer.kind == kind]
 
     @property
@@ -99,12 +97,6 @@ class OllamaModel(NamedTuple):
     def format(self) -> str:
         """The format that ollama gives the weights."""
         return GGUF if self.of(_MODEL) else SAFETENSORS
-
-    @property
-    def notes(self) -> list[str]:
-        """The layers that change or complete the model and are not opened with it."""
-        beside = [(layer, what) for kind, what in _BESIDE.items() for layer in self.of(kind)]
-        return [f"{what} in another layer, not opened: {layer.path}" for layer, what in beside]
 
 
 def is_name(path: object) -> bool:
@@ -152,7 +144,9 @@ def open_model(url: str, recipe: Recipe, verify: Any) -> Opened:
             opened.close()
             text = f"ollama has quantized this model for MLX ({show(scheme)}), which safeload does not decode"
             raise error_about(UnsupportedError, f"{text}; stored=True opens the codes", path=url)
-    return opened._replace(title=model.name.url, notes=[*opened.notes, *model.notes])
+    beside = [(layer, what) for kind, what in _BESIDE.items() for layer in model.of(kind)]
+    notes = [f"{what} in another layer, not opened: {layer.path}" for layer, what in beside]
+    return opened._replace(title=model.name.url, notes=[*opened.notes, *notes])
 
 
 def find(url: str) -> OllamaModel:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.files import LOCAL, Files, Located, Location
 from ..core.paths import PathLike, native_path, private_text
 from ..core.text import show
 from . import url as urls
-
-if TYPE_CHECKING:
-    from .file_objects import FileObjects
 
 
 def is_located(value: object) -> bool:
@@ -25,8 +22,7 @@ def is_located(value: object) -> bool:
 
 def is_file_object(value: object) -> bool:
     """Return whether an object has ``read``, like an open file, and is not a store."""
-    is_class = isinstance(value, type)
-    return not is_class and callable(getattr(value, "read", None)) and not hasattr(value, "read_into")
+    return not isinstance(value, type) and callable(getattr(value, "read", None)) and not hasattr(value, "read_into")
 
 
 def places_of(
@@ -35,8 +31,8 @@ def places_of(
     """Return callers' paths as text, and their store."""
     texts: list[str] = []
     files: Files = LOCAL
-    url_files: Files | None = None
-    objects: FileObjects | None = None
+    url_files = None
+    objects = None
     for path in paths:
         if isinstance(path, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(path, "fs"):
             text = path if isinstance(path, str) else native_path(path)[0]
@@ -45,25 +41,25 @@ def places_of(
                 continue
             if "\0" in text:
                 raise ValueError(f"embedded null byte in path {show(urls.shown(text))}")
-            if url_files is None:
-                from .remote_files import RemoteFiles  # only here: most paths are local
+            from .remote_files import RemoteFiles  # only here, like those below: most paths are local
 
-                url_files = RemoteFiles(storage_options)
-            files = _common(files, url_files)
+            url_files = url_files or RemoteFiles(storage_options)
+            location = Location(url_files, text)
         elif is_file_object(path) and not _is_at_start(path):
-            if objects is None:
-                from .file_objects import FileObjects  # only here: most paths are local
+            from .file_objects import FileObjects
 
-                objects = FileObjects()
-            files = _common(files, objects)
-            text = objects.add(path)
+            objects = objects or FileObjects()
+            location = Location(objects, objects.add(path))
         else:
-            from .object_store import path_of
+            from .remote_files import path_of
 
             location = path_of(path)
-            files = _common(files, location.files)
-            text = location.path
-        texts.append(text)
+        texts.append(location.path)
+        if files is LOCAL:
+            files = location.files
+        elif location.files not in (LOCAL, files):  # local paths may be mixed with paths of a single store
+            text = 'folder = safeload.remote.of_fsspec(fs, "models"), then [folder / "a.safetensors", '
+            raise ValueError(f'the files of a list must be in one store: {text}folder / "b.safetensors"]')
     return texts, files
 
 
@@ -71,11 +67,3 @@ def _is_at_start(file: Any) -> bool:
     """Return whether a file object is open at the beginning of a file of fsspec, which its filesystem reads better."""
     of_filesystem = hasattr(getattr(file, "fs", None), "cat_file") and isinstance(getattr(file, "path", None), str)
     return of_filesystem and not getattr(file, "closed", False) and file.readable() and file.tell() == 0
-
-
-def _common(known: Files, files: Files) -> Files:
-    """Return the files behind all paths of a list; local paths may be mixed with paths of a single store."""
-    if known is LOCAL or files is LOCAL or known is files:
-        return files if known is LOCAL else known
-    how = 'folder = safeload.remote.of_fsspec(fs, "models"), then [folder / "a.safetensors", folder / "b.safetensors"]'
-    raise ValueError(f"the files of a list must be in one store: {how}")

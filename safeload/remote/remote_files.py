@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..core.files import LOCAL, Files
+from ..core.files import LOCAL, Files, Location
 from ..core.runtime import needed
 from ..core.store import WINDOW, ByteStore, LocalStore, open_local
 from ..core.text import show
 from ..errors import UnsupportedError, missing_file
+from . import of_fsspec
 from . import url as urls
-from .foreign import copy_whole, public_options
+from .foreign import Single, copy_whole, public_options
 from .remote_store import Backend
-from .url import divided
 
 
 class RemoteFiles(Files):
@@ -39,7 +39,6 @@ class RemoteFiles(Files):
         return RemoteFiles, (public_options(self._options),)
 
     def backend(self, url: str) -> Backend:
-        """Return the store of a URL."""
         urls.check_allowed(url, self._backend is not None or self._options is not None)
         if self._backend is not None:
             return self._backend
@@ -108,13 +107,29 @@ def _store_of(url: str, options: Mapping[str, Any]) -> tuple[object, Callable[[]
             return scheme, lambda: Hub(options)
         from .http import Web
 
-        return (scheme, (divided(url).place or "").lower()), lambda: Web(options)
+        return (scheme, (urls.divided(url).place or "").lower()), lambda: Web(options)
     if "::" not in url and scheme == "file":
         return scheme, LocalUrls
     needed("fsspec", f"{urls.shown(url)} needs fsspec")
     from .filesystem import Filesystem, key_of
 
     return key_of(url), lambda: Filesystem.of(url, options)
+
+
+def path_of(value: Any) -> Location:
+    """Return the location of a `Location`, a `FilesystemPath` or a `ByteStore`."""
+    if isinstance(value, Location):
+        return value
+    fs, path = getattr(value, "fs", None), getattr(value, "path", None)
+    if isinstance(path, str) and hasattr(fs, "cat_file"):
+        if getattr(value, "compression", None) is not None:
+            raise UnsupportedError(f"{path}: ranges of a compressed file cannot be read: open it without compression=")
+        return of_fsspec(fs, path)
+    if callable(getattr(value, "read_into", None)) and hasattr(value, "size"):
+        name = path if isinstance(path, str) else type(value).__name__
+        return Location(RemoteFiles(None, Single(value)), name if urls.is_url(name) else f"store://{name}")
+    expected = "a path, URL, file object, fsspec path or store (size, version, read_into, close)"
+    raise TypeError(f"expected {expected}, got {type(value).__name__}")
 
 
 class LocalUrls(Backend):

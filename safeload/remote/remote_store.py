@@ -2,81 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from ..core.forking import ProcessLock
 from ..core.store import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
-from ..core.text import error_about, show
-from ..core.thread_group import each, fill, left_behind, read_spans
+from ..core.thread_group import each, fill, read_spans
 from ..errors import FormatError, UnsupportedError
 from . import url as urls
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.
 _GAP, _TOGETHER = 64 << 10, 8 << 20
-# Fields that stores report of a file, but that do not describe its content: its name and place, access, permissions.
-_NO_MARKS = re.compile(
-    r"(name|path|size|type|mode|uid|gid|islink|n_?link)\Z|.*(url|link|expir|viewed|access)|(st_)?a_?time", re.IGNORECASE
-)
-# Beside a time of modification, these are the times of the last access (SFTP, SMB) and change of permissions (local).
-_TIMES_BESIDE_MTIME = frozenset(("time", "created"))
-
-
-def checked_size(value: object, path: str) -> int:
-    """Return the size of a file as a store reports it."""
-    try:
-        size = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        size = -1
-    if 0 <= size < 1 << 63:
-        return size
-    raise error_about(FormatError, f"the store reports a size of {show(value)}, expected 0 to 2**63 - 1", path=path)
-
-
-def is_weak(etag: str) -> bool:
-    """Return whether files with this ETag may differ in bytes."""
-    return etag[:2].upper() == "W/"
-
-
-def strong_etag(fields: Mapping[str, Any]) -> str | None:
-    """Return the strong ETag among the fields that a store reports of a file; it decides alone."""
-    tags = (value for name, value in fields.items() if isinstance(name, str) and name.lower() in ("etag", "e_tag"))
-    return next((tag for tag in tags if isinstance(tag, str) and tag and not is_weak(tag)), None)
-
-
-def marks_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return all fields that may tell contents apart, as text."""
-    import json  # only here: most programs read local files
-
-    marks = {}
-    for name, value in fields.items():
-        passing = _NO_MARKS.match(str(name)) or (name in _TIMES_BESIDE_MTIME and fields.get("mtime") is not None)
-        if not passing and value not in (None, ""):
-            try:
-                marks[str(name)] = json.dumps(value, sort_keys=True, default=_plain)
-            except (TypeError, ValueError, RecursionError):  # no plain value
-                continue
-    return marks
-
-
-def _plain(value: object) -> str:
-    if type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__:
-        raise TypeError  # its text is its address in memory
-    return str(value)
-
-
-def digest_of(marks: Mapping[str, str]) -> str | None:
-    """Return a short text that differs if a mark differs, is gone, or is new; None without marks."""
-    import json
-    from hashlib import sha256
-
-    return sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest() if marks else None
 
 
 class Backend(ABC):
@@ -91,7 +31,6 @@ class Backend(ABC):
         """Open a file: a `RemoteStore`, or a `LocalStore` if the file is on this machine."""
 
     def is_folder(self, url: str) -> bool:
-        """Return whether a URL leads to a folder."""
         return False
 
     def listing(self, url: str) -> list[tuple[str, bool]]:
@@ -119,15 +58,15 @@ class Backend(ABC):
 class RemoteStore:
     """A file read by ranges, small ones from windows; subclasses have `read_spans`, or an unabortable `content`."""
 
-    path: str  # the URL in messages, without user, password and query
-    size: int  # in bytes
-    # the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no mark.
-    # Numbers and str only.
-    version: tuple[Any, ...]
     here = False  # True if reading the whole file takes no network
     _closed = False
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, path: str, version: tuple[Any, ...], window: int = WINDOW) -> None:
+        self.path = path  # the URL in messages, without user, password and query
+        # the size and a mark of the content, such as an ETag, a version id or a time; None if the store has no mark.
+        # Numbers and str only.
+        self.version = version
+        self.size: int = version[0]  # in bytes
         self.window = window
         # By offset. Each change is a single step of the interpreter, so that a fork copies a whole list.
         self._windows: list[tuple[int, bytes]] = []
@@ -259,42 +198,12 @@ class RemoteStore:
             self.keep(begin, bytes(memory[begin - first : end - first]))
 
 
-class ForeignStore(RemoteStore):
-    """A caller's store with the four members of `ByteStore`, read into separate buffers: nothing may abort it."""
-
-    def __init__(self, store: ByteStore, path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.size = checked_size(store.size, path)
-        self._store = store
-        self.version = self._version()
-
-    def _version(self) -> tuple[Any, ...]:
-        version = self._store.version
-        return (self._store.size, *version) if isinstance(version, tuple) else (self._store.size, version)
-
-    def content(self, begin: int, end: int) -> bytearray:
-        memory = bytearray(end - begin)
-        left_behind(lambda: self._store.read_into(begin, memory))
-        return memory
-
-    def confirm(self) -> None:
-        if self._version() != self.version:
-            raise FormatError("the file has changed since it was opened: its version differs", self.path)
-
-    def close(self) -> None:
-        super().close()
-        self._store.close()
-
-
 class MemberStore(RemoteStore):
     """The bytes of a member, which is a first byte and a size in a container; closing it leaves the container open."""
 
     def __init__(self, container: ByteStore, member: tuple[int, int], path: str) -> None:
-        super().__init__()
-        self.path = path
-        self.begin, self.size = member
-        self.version = (self.size, self.begin, *container.version[:2])
+        self.begin, size = member
+        super().__init__(path, (size, self.begin, *container.version[:2]))
         self.here = container.here if isinstance(container, RemoteStore) else True
         self.container = container
 

@@ -33,8 +33,11 @@ _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 # May include the interface of a link-local address, with or without an escaped "%".
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
 # Characters dropped by some readers, and treated as delimiters by others.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_FORBIDDEN = {
+    r"[\x00-\x1f\x7f]": "it has a control character",
+    r"\\": "it has a backslash: escape it as %5C",
+    "[\ud800-\udfff]": "it has a lone surrogate",
+}
 _LONE_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _IN_PATH, _IN_QUERY = "/%:@!$&'()*+,;=~", "/?%:@!$&'()*+,;=~"
 # fsspec's filesystems cut these endings off a name.
@@ -96,9 +99,8 @@ class Url:
             return False
         if _SOUND_PLACE.fullmatch(self.place) is None:
             return True
-        if not self.place:  # a slash too many before user and password
-            return ":" in self.path and "@" in self.path
-        return ":" in self.place and "@" in self.path and not self.place.startswith("[")
+        # If there is no place, a slash too many may precede user and password.
+        return ":" in (self.place or self.path) and "@" in self.path and not self.place.startswith("[")
 
     @property
     def _names_place(self) -> bool:
@@ -296,12 +298,9 @@ def _matched(text: str) -> re.Match[str]:
 
 
 def _check_characters(text: str) -> None:
-    if _CONTROL.search(text):
-        raise UrlError("it has a control character")
-    if "\\" in text:
-        raise UrlError("it has a backslash: escape it as %5C")
-    if _SURROGATE.search(text):
-        raise UrlError("it has a lone surrogate")
+    for pattern, fault in _FORBIDDEN.items():
+        if re.search(pattern, text):
+            raise UrlError(fault)
 
 
 def _web_host(host: str) -> str:

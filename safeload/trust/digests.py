@@ -21,7 +21,6 @@ r"""Expected digests of files, from manifests by safeload, model signatures, and
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import re
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..core.files import LOCAL, Files
 from ..core.json_file import MAX_JSON, parse_json
-from ..core.paths import PathLike
+from ..core.paths import PathLike, folder_names
 from ..core.runtime import needed
 from ..core.signature import Signature, Verify
 from ..core.store import read_at
@@ -53,7 +52,6 @@ SIGNATURE_NAME = "model.sig"
 # Algorithms by name, with the number of hexadecimal digits.
 _ALGORITHMS = {"sha256": 64, "blake2b": 128, "blake3": 64}
 _GIT_BLOB = "git-sha1"
-_HEX = re.compile(r"[0-9a-f]+", re.ASCII)
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _V1, _V01 = "https://model_signing/signature/v1.0", "https://model_signing/Digests/v0.1"
 # The name of a model that is a single file.
@@ -113,10 +111,8 @@ class Expected(NamedTuple):
 
     def of(self, path: str, files: Files, place: str | None) -> ExpectedFile:
         """Return the expected content of a file; ``place`` is its path on this machine."""
-        expected: ExpectedFile | None
         if self.files is None:
-            blob = None if place is None else digest_in_cache(place)
-            expected, fault = None if blob is None else (blob,), "has no digest of this file"
+            expected, fault = None if place is None else digest_in_cache(place), "has no digest of this file"
         else:
             expected, fault = self.files.get(self.name_of(path, files) or ""), "does not cover this file"
         if expected is None:
@@ -140,14 +136,11 @@ def name_below(folder: str, path: str, files: Files) -> str | None:
     return "/".join(reversed(names))
 
 
-def digest_in_cache(path: str) -> ExpectedRange | None:
+def digest_in_cache(path: str) -> ExpectedFile | None:
     """Return the digest that a cache gives a local file by its name; None if the file is in no cache."""
-    place = os.path.realpath(path)
-    folder, name = os.path.split(place)
-    if os.path.basename(folder) != "blobs":
-        return None
-    blob = _BLOB.fullmatch(name)
-    return None if blob is None else ExpectedRange(0, None, _GIT_BLOB if blob[2] else "sha256", blob[1] or name)
+    folder, name = os.path.split(os.path.realpath(path))
+    blob = _BLOB.fullmatch(name) if os.path.basename(folder) == "blobs" else None
+    return None if blob is None else (ExpectedRange(0, None, _GIT_BLOB if blob[2] else "sha256", blob[1] or name),)
 
 
 def refused(text: str, path: str) -> VerificationError:
@@ -178,11 +171,12 @@ def is_signature(head: bytes) -> bool:
     return re.match(rb"\s*\{\s*" + keys + rb"\s*:", head) is not None
 
 
-def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile] | None:
-    """Return the files of a manifest by safeload, by name; None if it lists tensors only."""
+def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, ExpectedFile]:
+    """Return the files of a manifest by safeload, by name."""
     listed = manifest.get("files")
     if listed is None:
-        return None
+        text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
+        raise refused(f"{text}, or compare tensors with safeload check --manifest", path)
     if not isinstance(listed, Mapping):
         raise refused(f"files must be an object, got {type(listed).__name__}", path)
     files: dict[str, ExpectedFile] = {}
@@ -206,7 +200,7 @@ def check_name(name: Any, path: str) -> str:
 def _digest(value: Any, algorithm: str, name: Any, path: str) -> str:
     digits = _ALGORITHMS[algorithm]
     text = value.lower() if isinstance(value, str) else ""
-    if len(text) != digits or not _HEX.fullmatch(text):
+    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", text):
         raise refused(f"the {algorithm} of {show(name)} must have {digits} hexadecimal digits, got {show(value)}", path)
     return text
 
@@ -235,7 +229,7 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     method = settings.get("method")
     if method not in ("files", "shards"):
         raise refused(f"the serialization {show(method)} is not known", path)
-    ranges = _ranges(resources, method == "shards", path)
+    files = {name: tuple(sorted(parts)) for name, parts in _ranges(resources, method == "shards", path).items()}
     if kind == _V1:
         root = hashlib.sha256(b"".join(bytes.fromhex(resource["digest"]) for resource in resources)).hexdigest()
         if not isinstance(subjects, list) or [*map(_sha256_of, subjects)] != [root]:
@@ -244,14 +238,10 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise refused("ignore_paths must be a list of paths", path)
     left_out = tuple(name.rstrip("/") for name in ignored if name.rstrip("/") not in ("", "."))
-    for name, parts in ranges.items():
-        parts.sort(key=lambda part: part.begin)
-        at = 0
-        for part in parts:
+    for name, parts in files.items():
+        for part, at in zip(parts, [0, *(part.end or 0 for part in parts)], strict=False):
             if part.begin != at:  # bytes without a signature
                 raise refused(f"the ranges of {show(name)} overlap or leave a gap at byte {at:,}", path)
-            at = part.end or 0
-    files = {name: tuple(parts) for name, parts in ranges.items()}
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
@@ -326,8 +316,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
                 config.use_certificate_verifier(certificate_chain=signature.certificates)
         except Exception as error:
             files = ", ".join(os.fspath(path) for path in signature._proofs)
-            keys = "a public key on the curve P-256, P-384 or P-521"
-            kind = "certificates" if signature.key is None else keys
+            kind = "certificates" if signature.key is None else "a public key on the curve P-256, P-384 or P-521"
             reason = f": {one_line(error)}" if isinstance(error, (OSError, ValueError)) else ""
             raise VerificationError(f"{files}: expected {kind} in PEM{reason}", path=files) from None
         copy = Path(folder, SIGNATURE_NAME)  # the bytes that were read, whatever happens to the file meanwhile
@@ -357,7 +346,7 @@ def _statement(bundle: Mapping[str, Any], shown: str) -> dict[str, Any]:
         raise refused(f"the payload is {show(envelope.get('payloadType'))}", shown)
     try:
         text = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise refused("the payload is not Base64", shown) from None
     return parse_json(text, "the statement", shown)
 
@@ -425,9 +414,6 @@ def _expected(document: str, beside: Files, signature: Signature | None, path: s
             if fields.get(MANIFEST_KEY) != MANIFEST_VERSION:
                 raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", source)
             listed = files_of_manifest(fields, source)
-            if listed is None:
-                text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-                raise refused(f"{text}, or compare tensors with safeload check --manifest", source)
             return Expected(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
         if SIGNATURE_KEY not in fields:
             text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), "
@@ -453,9 +439,9 @@ def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str
 
 def _beside(path: str, files: Files) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
-    steps = [] if files.remote else os.path.abspath(path).split(os.sep)
-    snapshots = [k for k, step in enumerate(steps[:-1]) if step == "snapshots"]  # of the Hub's cache
-    if path.startswith("hf://") or any(os.path.isdir(os.sep.join([*steps[:k], "blobs"])) for k in snapshots):
+    above = () if files.remote else Path(os.path.abspath(path)).parents
+    beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
+    if path.startswith("hf://") or any(beside_blobs):  # or in the Hub's cache
         return Expected(HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
@@ -488,12 +474,11 @@ def signature_beside(path: str) -> str:
 
 def _manifests_in(folder: str) -> Iterator[str]:
     """Iterate over the manifests by safeload in a local folder, judging by their first bytes."""
-    with suppress(OSError):
-        names = [name for name in sorted(os.listdir(folder or ".")) if name.endswith(".json")]
-        for path in (os.path.join(folder, name) for name in names[:_MOST_BESIDE]):
-            with suppress(OSError):
-                if os.path.isfile(path):  # a pipe could block
-                    with open(path, "rb") as file:
-                        start = file.read(_START)
-                    if is_manifest(start):
-                        yield path
+    names = [name for name in folder_names(folder or ".", []) if name.endswith(".json")]
+    for path in (os.path.join(folder, name) for name in names[:_MOST_BESIDE]):
+        with suppress(OSError):
+            if os.path.isfile(path):  # a pipe could block
+                with open(path, "rb") as file:
+                    start = file.read(_START)
+                if is_manifest(start):
+                    yield path

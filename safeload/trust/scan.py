@@ -236,7 +236,6 @@ def _worst_first(finding: ScanFinding) -> int:
 
 
 def _scan_file(report: ScanReport, path: str, files: Files) -> None:
-    """Scan a file into a report."""
     try:
         file = open_without_table(path, files=files)
     except SafeloadError as error:  # not a regular file
@@ -330,7 +329,6 @@ class ScannedRange:
 
     @classmethod
     def of(cls, data: bytes, place: str = "", level: int = 0) -> ScannedRange:
-        """Return bytes in memory as a content."""
         return cls(lambda offset, size: data[offset : offset + size], len(data), place, level)
 
     def part(self, begin: int, size: int, place: str, level: int) -> ScannedRange:
@@ -373,9 +371,8 @@ class _FileScan:
         self._enter(file, name)
         if self._members > MAX_MEMBERS:
             self._fault(file, f"it has more than {MAX_MEMBERS:,} members; the rest was not looked at")
-        if self._unsearched:
-            count = plural(self._unsearched, "member")
-            self._fault(file, f"not searched for pickles: {count} after these {MAX_SEARCHED:,} bytes")
+        if count := self._unsearched:
+            self._fault(file, f"not searched for pickles: {plural(count, 'member')} after these {MAX_SEARCHED:,} bytes")
         if self._opcodes >= self._most:
             self._fault(file, f"its pickles have more than {self._most:,} opcodes; the rest was not followed")
 
@@ -405,8 +402,7 @@ class _FileScan:
             self._code(content, at, _judged(traced.names, traced.called))
             self._report.pickles += bool(traced.names) or not fault
         if fault:
-            text = f"the pickle at byte {at:,} is malformed: {fault}"
-            self._fault(content, text, named=bool(traced.names))
+            self._fault(content, f"the pickle at byte {at:,} is malformed: {fault}", named=bool(traced.names))
         for offset, size in traced.inner:
             self._enter(content.part(offset, size, f"{content.place}@{offset}", content.level + 1), ".pt")
 
@@ -508,8 +504,7 @@ class _FileScan:
             self._calls |= calls
             whole = plain and (binary or at > begin or traced.end == content.size)
             if not repeated and (traced.fault or calls or whole):
-                fault = traced.fault if certain or traced.limited else ""
-                self._pickle(content, at, traced, fault)
+                self._pickle(content, at, traced, traced.fault if certain or traced.limited else "")
             if traced.fault:
                 break
             at = traced.end
@@ -536,7 +531,7 @@ class _FileScan:
     def _search(self, content: ScannedRange, begin: int) -> None:
         """Search bytes for pickles that begin somewhere."""
         # No pickle before an offset is followed again, nor from an opcode that the last of its kind passed alike.
-        beyond, followed = begin, [frozenset[int](), frozenset[int]()]  # binary, text
+        beyond, followed = begin, [set[int](), set[int]()]  # binary, text
         for at, end in self._not_searched(content, begin, "pickles"):
             if self._searched > MAX_SEARCHED:
                 self._unsearched += 1
@@ -741,8 +736,7 @@ class _FileScan:
                 data = content.read_at(at, _CHUNK)
                 self._searched += len(data)
                 if self._searched > MAX_SEARCHED:
-                    text = f"it was searched for members up to byte {at:,}; the rest was not looked at"
-                    self._fault(content, text)
+                    self._fault(content, f"it was searched for members up to byte {at:,}; the rest was not looked at")
                     return
                 zeros = len(data) - len(data.lstrip(b"\0"))
                 at += max(512, zeros - zeros % 512)
@@ -772,12 +766,10 @@ class _FileScan:
 
 def _is_safetensors(content: Readable, head: bytes) -> bool:
     size = int.from_bytes(head[:8], "little")
-    if not 2 <= size <= min(_MAX_HEADER, content.size - 8) or head[8:9] != b"{":
-        return False
-    try:
-        return isinstance(json.loads(content.read_at(8, size)), dict)
-    except (ValueError, RecursionError):
-        return False
+    if 2 <= size <= min(_MAX_HEADER, content.size - 8) and head[8:9] == b"{":
+        with suppress(ValueError, RecursionError):
+            return isinstance(json.loads(content.read_at(8, size)), dict)
+    return False
 
 
 def _is_json(head: bytes) -> bool:
@@ -876,10 +868,8 @@ def configs(content: Readable) -> Iterator[tuple[int, list[str], list[str]]]:
             continue
         key = at + match.start()
         first = _first_of_text(content, begin, key)
-        text = content.read_at(first, key - first)
-        for beginning in re.finditer(rb"[{\[]", text):
-            start = first + beginning.start()
-            end, code, names = _parse(content, start, key)
+        for beginning in re.finditer(rb"[{\[]", content.read_at(first, key - first)):
+            end, code, names = _parse(content, first + beginning.start(), key)
             if end > key:
                 break
             tries += 1
@@ -928,9 +918,7 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, list[str], lis
             continue
         data = content.read_at(begin, size)
         end = _NOT_TEXT.search(data)
-        code.clear()
-        names.clear()
-        try:  # Latin-1, so that characters are bytes
+        try:  # Latin-1, so that characters are bytes; what a text that was cut off has named comes again
             _, last = decoder.raw_decode(data[: end.start() if end else None].decode("latin-1"))
         except (ValueError, RecursionError):
             if end is not None or len(data) < size:

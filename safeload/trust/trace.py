@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core.runtime import read_data
@@ -67,14 +68,14 @@ class Traced(NamedTuple):
     """The globals that a pickle names and calls."""
 
     names: dict[str, int]  # its globals, with the offset of the first opcode that names each
-    called: frozenset[str]  # those that it calls
+    called: set[str]  # those that it calls
     inner: list[tuple[int, int]]  # offset and size of the torch files inside it
     end: int  # offset after its STOP, or of the fault
     fault: str  # why it could not be followed to its STOP; empty if it could
     opcodes: int
     limited: bool  # the fault is a limit of this module, not of the pickle
-    globals_at: frozenset[int] = frozenset()  # offsets of its GLOBAL and INST opcodes
-    heads: frozenset[int] = frozenset()  # offsets of opcodes that only PROTO and FRAME precede
+    globals_at: set[int]  # offsets of its GLOBAL and INST opcodes
+    heads: set[int]  # offsets of opcodes that only PROTO and FRAME precede
 
 
 @dataclass(slots=True, eq=False)
@@ -108,11 +109,6 @@ NOT_TEXT = "<not text>"
 class _Tracer(Machine):
     """The machine that lists globals; it raises nothing but `Fault`."""
 
-    __slots__ = (
-        *("called", "charged", "_content", "count", "has_arrays", "inner", "joblib", "names", "outer"),
-        *("start", "strict", "_base", "_buffer", "_window"),
-    )
-
     def __init__(self, content: Readable, begin: int, *, strict: bool, joblib: bool) -> None:
         super().__init__(begin)
         self._content = content
@@ -129,7 +125,6 @@ class _Tracer(Machine):
         self._buffer, self._base, self._window = b"", 0, _FIRST
 
     def run(self, most: int) -> Traced:
-        """Follow at most ``most`` opcodes."""
         opcodes, fault, limited, is_head = 0, "", False, True
         globals_at: set[int] = set()
         heads: set[int] = set()
@@ -157,9 +152,8 @@ class _Tracer(Machine):
                 function(self)
         except Fault as problem:
             fault, limited = str(problem), problem.kind is LimitError
-        end, followed = self.start if fault else self.at, (frozenset(globals_at), frozenset(heads))
-        opcodes += self.charged
-        return Traced(self.names, frozenset(self.called), self.inner, end, fault, opcodes, limited, *followed)
+        end, opcodes = self.start if fault else self.at, opcodes + self.charged
+        return Traced(self.names, self.called, self.inner, end, fault, opcodes, limited, globals_at, heads)
 
     # ---- bytes ----
 
@@ -206,8 +200,8 @@ class _Tracer(Machine):
         return line[: MAX_LINE + 1]
 
     def name(self) -> str:
-        line = self._short_line(_NAME, "a global with a name of more than 10,000 bytes")
-        return line.decode("utf-8", "backslashreplace")
+        fault = "a global with a name of more than 10,000 bytes"
+        return self._short_line(_NAME, fault).decode("utf-8", "backslashreplace")
 
     def _short_line(self, plain: re.Pattern[bytes], fault: str) -> bytes:
         """Return a line that must not be long if it is ``plain``; otherwise only its beginning matters."""
@@ -301,9 +295,7 @@ class _Tracer(Machine):
         return _UNKNOWN
 
     def text(self, size: int) -> Any:
-        if size > _LONGEST:
-            return self.skip(size, _LONG_TEXT)
-        return self.take(size).decode("utf-8", "backslashreplace")
+        return self.skip(size, _LONG_TEXT) if size > _LONGEST else self.take(size).decode("utf-8", "backslashreplace")
 
     string = text
 
@@ -374,23 +366,17 @@ class _Tracer(Machine):
         if isinstance(args, tuple) or not name.startswith(EXTENSION):  # a byte of chance is an extension code
             self.called.add(name)
         args = args if isinstance(args, tuple) else ()
-        if name == FROM_TYPE:
-            name, args = self._passed_call(args)
+        if name == FROM_TYPE:  # it calls its first argument with its third; a call of itself hides the target
+            name = args[0].name if args and type(args[0]) is Foreign else FROM_TYPE
+            args = args[2] if name != FROM_TYPE and len(args) > 2 and isinstance(args[2], tuple) else ()
+            self.called.add(name)
+            if name == FROM_TYPE:
+                self.names.setdefault(f"{COMPUTED}.{FROM_TYPE}", self.start)
         if name in GETATTR:
             return self._attribute(args)
         if name == _LOAD and args and type(args[0]) is LargeBytes:
             self.inner.append((args[0].at, len(args[0])))
         return _Computed(name, args)
-
-    def _passed_call(self, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-        """Return the call that `FROM_TYPE` makes; a call of `FROM_TYPE` itself hides its target."""
-        function = args[0] if args else None
-        name = function.name if type(function) is Foreign else FROM_TYPE
-        if name == FROM_TYPE:
-            self.names.setdefault(f"{COMPUTED}.{FROM_TYPE}", self.start)
-            return name, ()
-        self.called.add(name)
-        return name, args[2] if len(args) > 2 and isinstance(args[2], tuple) else ()
 
     def _attribute(self, args: tuple[Any, ...]) -> Any:
         """Return an attribute of a global or of an object that the pickle has built."""
@@ -494,13 +480,10 @@ def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool
 # ---- verdicts ----
 
 Verdict: TypeAlias = Literal["harmless", "unknown", "dangerous"]
-HARMLESS: Verdict = "harmless"
-UNKNOWN: Verdict = "unknown"
-DANGEROUS: Verdict = "dangerous"
 # From the best to the worst; the position is the exit status of ``safeload scan``.
-VERDICTS: tuple[Verdict, ...] = (HARMLESS, UNKNOWN, DANGEROUS)
+VERDICTS: tuple[Verdict, Verdict, Verdict] = ("harmless", "unknown", "dangerous")
+HARMLESS, UNKNOWN, DANGEROUS = VERDICTS
 
-_ANY, _FILES = "reaches any object by its name", "reads or writes files"
 _REASONS = {name: reason for reason, names in read_data(__name__, "dangerous.json").items() for name in names}
 _BUILTINS = frozenset(("__builtin__", "__builtins__"))
 # Parts of a name that lead from any object to any other.
@@ -515,7 +498,7 @@ def judge(name: str, allowed: Mapping[str, Global], *, called: bool) -> tuple[Ve
         if not called or allowed[name].build is not None:
             return HARMLESS, "on the allowlist"
         if name.endswith(".memmap"):
-            return DANGEROUS, _FILES
+            return DANGEROUS, "reads or writes files"
         return UNKNOWN, "on the allowlist, but not to be called"
     if name in GETATTR:
         return UNKNOWN, "reads attributes; each is listed"
@@ -530,13 +513,12 @@ def _reason(parts: list[str]) -> str | None:
     """Return why a name is dangerous, or None."""
     if parts[0] in _BUILTINS:
         parts = ["builtins", *parts[1:]]
-    for size in range(1, len(parts) + 1):
-        reason = _REASONS.get(".".join(parts[:size]))
-        if reason is not None:
-            return reason
+    for prefix in accumulate(parts, "{}.{}".format):
+        if prefix in _REASONS:
+            return _REASONS[prefix]
     for k, part in enumerate(parts[1:], 1):
         if part in _ATTRIBUTES:
-            return _ANY
+            return "reaches any object by its name"
         if k + 1 < len(parts) and (part in _INSIDE or part in ("builtins", *_BUILTINS)):
             return _reason(parts[k:])
     return None

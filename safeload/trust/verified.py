@@ -36,8 +36,7 @@ class VerifiedStore(RemoteStore):
     here = True
 
     def __init__(self, path: str, store: ByteStore, expected: ExpectedFile, files: VerifiedFiles) -> None:
-        super().__init__()
-        self.path, self.size, self.version = path, store.size, store.version
+        super().__init__(path, (store.size, *store.version[1:]))
         self._store, self._expected, self._files = store, expected, files
         self._memory: Any = None  # the bytes from the beginning of the file; None after `forget`
         self._head = 0  # bytes read while the file was opened, which the table may depend on
@@ -172,8 +171,7 @@ class VerifiedFiles:
     def check_missing(self, path: str) -> None:
         """Refuse the absence of an expected file."""
         if self.expected.covers(path, self._files):
-            shown = self._files.shown(path)
-            raise refused(f"the file is missing, but {self.expected.source} lists it", shown)
+            raise refused(f"the file is missing, but {self.expected.source} lists it", self._files.shown(path))
 
     def keep(self, store: VerifiedStore) -> None:
         """Move a store to the end, and drop the memory of others if there is too much."""
@@ -201,7 +199,6 @@ class VerifiedFiles:
             self._stores.pop(store, None)
 
     def public_options(self) -> NoReturn:
-        """Refuse a plan."""
         raise VerificationError("a plan cannot include verified files: its workers would open them unverified")
 
     def __getattr__(self, name: str) -> Any:
@@ -235,15 +232,16 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
     """Compare the size of a file, which is known before it is read."""
     stated = expected[-1].end if expected else 0
     if stated is not None and stated != size:
-        text = f"the file has {size:,} bytes, but {stated:,} in {source}"
-        raise refused(text, path)
+        raise refused(f"the file has {size:,} bytes, but {stated:,} in {source}", path)
 
 
-def walk(
-    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
-) -> Iterator[tuple[str, str]]:
+def _raise(shown: str, error: Exception) -> NoReturn:
+    raise error
+
+
+def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _raise) -> Iterator[tuple[str, str]]:
     """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
-    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error.
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -258,16 +256,12 @@ def walk(
             else:
                 listing = files.listing(folder)
         except (OSError, SafeloadError) as error:
-            if failed is None:
-                raise
             failed(files.shown(folder), error)
             continue
         folders = [name for name, is_folder in listing if is_folder]
         if folders and level >= _LEVELS:
-            path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
-            if failed is None:
-                raise LimitError(message, path=path)
-            failed(path, LimitError(message, path=path))
+            path = files.shown(folder)
+            failed(path, LimitError(f"folders are nested more than {_LEVELS} levels deep", path=path))
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)

@@ -27,7 +27,6 @@ from ..quant.quantization import BESIDE, find_quantization
 from ..remote import ollama
 from ..remote.places import places_of
 from . import digests
-from .digests import GIT_PATHS, OLLAMA, Expected, expected_of, name_below
 from .verified import check_size, compare_digests, entry_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
@@ -179,26 +178,25 @@ def verify(
     (text,), files = places_of((path,), storage_options)
     if ollama.is_name(text):
         layers = sorted({layer.path for layer in ollama.find(text).layers})
-        expected = Expected(OLLAMA)
+        expected = digests.Expected(digests.OLLAMA)
         files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
     else:
         if not files.remote and not os.path.lexists(text):
             raise os_error(2, text)
-        expected = expected_of(text, files, True if against is None else against, storage_options)
+        expected = digests.expected_of(text, files, True if against is None else against, storage_options)
         places = list(_places(text, expected, files))
     sizes = {place: _size(place, files) for _, place in places}
     total = sum(sizes.values())
     meter = Meter(progress, total)
 
     ordered = sorted(places, key=lambda item: -sizes[item[1]])
-    check = partial(_checked, expected, files, meter)
-    checks = each(check, ordered, max(1, thread_count(total, threads)))
+    checks = each(partial(_checked, expected, files, meter), ordered, max(1, thread_count(total, threads)))
     return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
 
 
 def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of the files of a local model by name, for a manifest at ``document``."""
-    nothing = Expected(document, root=LOCAL.absolute(path), files={}, ignored=GIT_PATHS)
+    nothing = digests.Expected(document, root=LOCAL.absolute(path), files={}, ignored=digests.GIT_PATHS)
     places = sorted(_places(path, nothing, LOCAL, settings=True))
     if not os.path.isdir(path):
         places = [(name, place) for name, place in places if os.path.isfile(place) and not _is_same(place, document)]
@@ -206,7 +204,9 @@ def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[st
     return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
 
 
-def _places(path: str, expected: Expected, files: Files, *, settings: bool = False) -> Iterator[tuple[str, str]]:
+def _places(
+    path: str, expected: digests.Expected, files: Files, *, settings: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yield the name and path of each file of a model: all in a folder, or all that opening a file reads."""
     # Beside a file also its `settings`, or else those that are listed, and all of an index: a conversion reads them.
     read = files_read(path, files)
@@ -230,15 +230,14 @@ def _places(path: str, expected: Expected, files: Files, *, settings: bool = Fal
                 continue
             except (OSError, SafeloadError):
                 pass
-            yield name_below(folder, place, files) or files.shown(place), place
+            yield digests.name_below(folder, place, files) or files.shown(place), place
         return
     absolute = set(map(files.absolute, read))
     names: set[str] = set()
     inside = None if expected.files is None else expected.name_of(files.join(path, "x"), files)
     below = (inside or "").removesuffix("x")
     for name, place in walk(path, files):
-        is_read = files.absolute(place) in absolute
-        if _left_out(below + name, place, expected, files, is_read):
+        if _left_out(below + name, place, expected, files, files.absolute(place) in absolute):
             continue
         names.add(below + name)
         yield name, place
@@ -269,23 +268,23 @@ def files_read(path: str, files: Files) -> list[str]:
     from ..core.checkpoint import open as open_checkpoint  # only here: most files are compared without it
 
     noted: Any = _Noted(files)
-    try:
-        with open_checkpoint(Location(noted, path), unknown_globals="inert") as checkpoint:
-            row = BY_NAME.get(checkpoint.format)
-            if row is not None and row.parts is not None and not files.is_folder(path):
-                return [place for _, place in walk(files.split(path)[0], files)]
-            find_quantization(checkpoint.weight_files, path)
-    except (SafeloadError, OSError, ImportError):
-        pass
+    with (
+        suppress(SafeloadError, OSError, ImportError),
+        open_checkpoint(Location(noted, path), unknown_globals="inert") as checkpoint,
+    ):
+        row = BY_NAME.get(checkpoint.format)
+        if row is not None and row.parts is not None and not files.is_folder(path):
+            return [place for _, place in walk(files.split(path)[0], files)]
+        find_quantization(checkpoint.weight_files, path)
     return list(noted.paths)
 
 
-def _left_out(name: str, path: str, expected: Expected, files: Files, is_read: bool) -> bool:
+def _left_out(name: str, path: str, expected: digests.Expected, files: Files, is_read: bool) -> bool:
     """Return True if a file does not belong to the model: ignored by the signature, or the document itself."""
     if expected.files is None or name in expected.files:
         return False
     if is_read:
-        return name.partition("/")[0] not in GIT_PATHS and expected.leaves_out(name)
+        return name.partition("/")[0] not in digests.GIT_PATHS and expected.leaves_out(name)
     if expected.leaves_out(name) or files.shown(path) == expected.source:
         return True
     if files.remote or not os.path.exists(path):  # a link that leads nowhere
@@ -299,15 +298,12 @@ def _is_same(path: str, document: str) -> bool:
 
 
 def _size(place: str, files: Files) -> int:
-    if files.remote:
-        return 0
-    try:
-        return os.stat(place).st_size
-    except OSError:
-        return 0
+    with suppress(OSError):
+        return 0 if files.remote else os.stat(place).st_size
+    return 0
 
 
-def _checked(expected: Expected, files: Files, meter: Meter, file: tuple[str, str]) -> FileCheck:
+def _checked(expected: digests.Expected, files: Files, meter: Meter, file: tuple[str, str]) -> FileCheck:
     """Compare a file, which has a name and a path."""
     (name, place), shown = file, files.shown(file[1])
     if expected.files is not None and not expected.covers(place, files):
@@ -324,8 +320,7 @@ def _checked(expected: Expected, files: Files, meter: Meter, file: tuple[str, st
             content = expected.of(place, files, getattr(store, "place", None))
             status = "changed"
             check_size(content, store.size, path=shown, source=expected.source)
-            pieces = blocks_of(store, shown, meter.add)
-            compare_digests(pieces, content, store.size, path=shown, source=expected.source)
+            compare_digests(blocks_of(store, shown, meter.add), content, store.size, path=shown, source=expected.source)
         except VerificationError as error:
             return FileCheck(name, status, store.size, str(error).removeprefix(f"{shown}: "))
         except (OSError, SafeloadError) as error:
@@ -392,6 +387,5 @@ def sign(
                 raise
             text = f"{path} cannot be signed: {key} is not a key on the curve P-256, P-384 or P-521"
             raise SafeloadError(text, path=path) from None
-        text = temporary.read_text(encoding="utf-8")
-    written.write(text)
+        written.write(temporary.read_text(encoding="utf-8"))
     return target

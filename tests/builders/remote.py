@@ -14,11 +14,8 @@ class ServedStore(RemoteStore):
     """One file; see `Served`."""
 
     def __init__(self, served, path):
-        super().__init__()
-        self._served, self.path = served, path
-        content = served.content[path]
-        self.size = len(content)
-        self.version = (self.size, served.versions.get(path, "v1"))
+        super().__init__(path, (len(served.content[path]), served.versions.get(path, "v1")))
+        self._served = served
         if served.head:
             self.keep(0, served.request(path, 0, min(served.head, self.size)))
 

@@ -761,7 +761,7 @@ def signed_list(data):
         with watched():
             document = parse_json(data, "the list", "list")
             if digests.is_manifest(data[:64]):
-                files = digests.files_of_manifest(document, "list") or {}
+                files = digests.files_of_manifest(document, "list")
             else:
                 statement = digests._statement(document, "list") if "dsseEnvelope" in document else document
                 files = digests.files_of_statement(statement, "list").files

@@ -180,7 +180,8 @@ def listing(**files):
 def test_files_of_a_manifest():
     files = digests.files_of_manifest(listing(a={"size": 3, "sha256": A.upper()}), "x")
     assert files == {"a": ((0, 3, "sha256", A),)}
-    assert digests.files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x") is None
+    with pytest.raises(VerificationError, match="x: the manifest lists tensors, but no files"):
+        digests.files_of_manifest({"safeload_manifest": 1, "tensors": {}}, "x")
     assert digests.is_manifest(b' {"safeload_manifest": 1')
     assert not digests.is_manifest(b'{"dsseEnvelope": {}')
 
@@ -277,7 +278,7 @@ def test_only_names_of_blobs_are_digests(tmp_path):
     blobs.mkdir()
     for name in (A, "a" * 40, f"sha256-{A}"):
         (blobs / name).write_bytes(b"")
-        assert digests.digest_in_cache(str(blobs / name)).digest in name
+        assert digests.digest_in_cache(str(blobs / name))[0].digest in name
         (tmp_path / name).write_bytes(b"")
         assert digests.digest_in_cache(str(tmp_path / name)) is None
     for name in ("x", "a" * 41, f"sha256-{A}.incomplete", A.upper()):

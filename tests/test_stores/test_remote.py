@@ -24,8 +24,8 @@ class Store(RemoteStore):
     """Counts requests."""
 
     def __init__(self, content=CONTENT, **options):
-        super().__init__(**options)
-        self.path, self.content, self.size, self.version = "test://a", content, len(content), (len(content), None)
+        super().__init__("test://a", (len(content), None), **options)
+        self.content = content
         self.requests = []
         self.lock = threading.Lock()
 
@@ -217,7 +217,6 @@ from builders.inside import RemoteStore
 from builders.remote import WINDOW
 
 class Store(RemoteStore):
-    path, size, version = "memory://x", 10 * WINDOW, (1,)
     def read_spans(self, spans):
         for offset, memory in spans:
             memory[:] = bytes(k % 251 for k in range(offset, offset + len(memory)))
@@ -238,7 +237,7 @@ def hold_up():
         begun.set()
         ended.wait(20)
 
-store, begun, ended = Store(), threading.Event(), threading.Event()
+store, begun, ended = Store("memory://x", (10 * WINDOW,)), threading.Event(), threading.Event()
 right(0)
 right(5 * WINDOW)
 store._windows = Slow(store._windows)

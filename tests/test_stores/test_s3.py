@@ -176,7 +176,7 @@ def test_a_signed_url_that_has_expired_is_made_anew(fs, options, monkeypatch, si
         if not refused:
             refused.append(True)
             failure = http_client.Failure(RemotePermissionError("expired", FILE))
-            failure.refused = True
+            failure.refused = store._route, store._route
             raise failure
         return expired(*arguments, **named)
 
