@@ -22,7 +22,7 @@ from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .paths import PathLike
 from .progress import Progress
-from .quantized_tensor import dequantize_index, read_index, take_rows
+from .quantized_tensor import read_index, take_rows
 from .registry import (
     GGUF,
     KERAS,
@@ -142,10 +142,11 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
     if packed is not None or file.table.is_quantized(index):
         target = target or dtypes.BY_CODE["F32"]
         result = dtypes.array_dtype(target.number)
-        if packed is None:
-            read, shape = lambda indices: dequantize_index(checkpoint[name], indices, result), file.table.shape(index)
-        else:
-            read, shape = partial(read_index, packed, dtype=result, name=name), packed.packing.shape
+        shape = file.table.shape(index) if packed is None else packed.packing.shape
+
+        def read(indices: tuple[Any, ...]) -> Array:
+            return read_index(checkpoint[name] if packed is None else packed, indices, result, name)
+
         return TensorSlice(read, result, shape, lambda _: partial(checkpoint.get_slice, name, dtype=target.name))
     row = file.table.row(index)
     if target is not None and row.packed:

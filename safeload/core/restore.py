@@ -75,60 +75,35 @@ def whole(packed: Packing) -> Range:
 
 def ranges_of(packed: Packing) -> Iterable[Range]:
     """Divide a tensor into ranges with little memory for scales."""
-    grid, matrices, step, columns = packed.grid, packed.matrices, packed.rows, packed.columns
-    matrix = 0 if grid is None or grid.shared else grid.rows * grid.columns * 4
-    if packed.layout == packing.MASKED and packed.columns:  # by the memory of the bitmask and row offsets
-        cost, unit = _mask_bytes(packed) + 8, 1
-        if grid is not None and grid.rows > 1:
-            cost, unit = cost + 4 * grid.columns, grid.row_block
-        matrices, step = 1, max(1, _GRID_BYTES // (cost * unit)) * unit
-    elif grid is None or matrices * matrix <= _GRID_BYTES:
+    grid = packed.grid
+    matrix = 0 if grid is None or grid.shared else 4 * grid.rows * grid.columns  # bytes for a matrix
+    if packed.layout == packing.MASKED:  # also for the bitmask and row offsets
+        matrix += (_mask_bytes(packed) + 8) * packed.rows
+    if packed.matrices * matrix <= _GRID_BYTES:
         return (whole(packed),)
-    elif packed.flat:
-        return flat_ranges(packed, _GRID_BYTES // 4 * grid.column_block)
-    else:
-        matrices = max(1, _GRID_BYTES // matrix)
-        if matrices == 1 and by_columns(packed):
-            columns = _whole_words(_GRID_BYTES // (grid.rows * 4))
-        elif matrices == 1 and rows_apart(packed):
-            step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
-    return _tiles(packed, matrices, step, columns)
+    return divided(packed, _GRID_BYTES * packed.rows * packed.columns // matrix)
 
 
-def small_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide codes that are stored in another order than their values into ranges of at most ``limit`` values.
+def divided(packed: Packing, limit: int) -> Iterator[Range]:
+    """Divide a tensor into ranges of at most ``limit`` values, or of as few as can be dequantized separately.
 
-    Matrices are divided only if their columns are stored separately (see `by_columns`). The first range is the largest.
+    A range is whole matrices or, if a matrix is larger than the limit, rows of its values. The first is the largest.
     """
-    matrices = limit // max(1, packed.rows * packed.columns)
-    columns = _whole_words(limit // packed.rows) if matrices == 0 and by_columns(packed) else packed.columns
-    return _tiles(packed, max(1, matrices), packed.rows, columns)
-
-
-def _whole_words(columns: int) -> int:
-    return max(1, columns // _COLUMN_STEP) * _COLUMN_STEP
-
-
-def _tiles(packed: Packing, matrices: int, rows: int, columns: int) -> Iterator[Range]:
-    """Divide a tensor into ranges of at most this many matrices, rows and columns of codes."""
+    rows, columns = packed.rows, packed.columns
+    matrices = max(1, limit // max(1, rows * columns))
+    if packed.flat:
+        block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
+        columns = max(1, limit // block) * block
+    elif rows * columns > limit and by_columns(packed):
+        columns = max(1, limit // rows // _COLUMN_STEP) * _COLUMN_STEP
+    elif rows * columns > limit and rows_apart(packed):
+        unit = row_unit(packed)
+        rows = max(1, limit // columns // unit) * unit
     for first in range(0, packed.matrices, matrices):
         for row in range(0, packed.rows, max(1, rows)):
             for column in range(0, max(1, packed.columns), max(1, columns)):
                 sides = min(rows, packed.rows - row), column, min(columns, packed.columns - column)
                 yield Range(first, min(matrices, packed.matrices - first), row, *sides)
-
-
-def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide flat codes into ranges of up to ``limit`` values, but at least a block of the scales and of any dtype."""
-    block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
-    return _tiles(packed, 1, 1, max(1, limit // block) * block)
-
-
-def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:
-    """Return the range of rows [begin, end) of a matrix of values: rows of codes, or columns."""
-    if by_columns(packed):
-        return Range(matrix, 1, 0, packed.rows, begin, end - begin)
-    return Range(matrix, 1, begin, end - begin, 0, packed.columns)
 
 
 def values_before(packed: Packing, part: Range) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,7 @@ from .jobs import Batch, Job, moving, run_columns
 from .load import deliver
 from .memory import ALIGNMENT, aligned_bytes, private_array, windows
 from .native import address_of
-from .packing import Packing
-from .restore import Range, by_columns, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
+from .restore import Range, divided, restore_jobs, values_before
 from .tensors import Entry, Spans, Tensors
 from .thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from .weight_file import is_remote
@@ -61,11 +60,12 @@ def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
         return None
     element = entry.dtype.itemsize
     if entry.packed is not None:
-        packing = entry.packed.packing
-        ranges = _ranges(packing, limit // element)
-        if ranges is None:
+        packing, ranges = entry.packed.packing, divided(entry.packed.packing, limit // element)
+        first = next(ranges)
+        if first.values * element > limit:
             return None
-        return (Chunk(entry, values_before(packing, span) * element, span.values * element, span) for span in ranges)
+        spans = chain([first], ranges)
+        return (Chunk(entry, values_before(packing, span) * element, span.values * element, span) for span in spans)
     stored, made = element, element  # bytes of a block in the file, and in the array
     if entry.source != entry.target:
         row = dtypes.BY_NUMBER[entry.source]
@@ -75,28 +75,6 @@ def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
         return None
     blocks = ((first, min(step, count - first)) for first in range(0, count, step))
     return (Chunk(entry, k * made, n * made, (entry.begin + k * stored, n * stored)) for k, n in blocks)
-
-
-def _ranges(packing: Packing, limit: int) -> Iterable[Range] | None:
-    """Divide codes into ranges of at most ``limit`` values: matrices, or rows that can be dequantized separately."""
-    rows, across = packing.rows, packing.columns
-    if not rows * across:
-        return None
-    if packing.flat:
-        ranges = list(flat_ranges(packing, limit))
-        return ranges if ranges[0].columns <= limit else None
-    step = limit // (rows * across)
-    if step:
-        count = packing.matrices
-        return (Range(first, min(step, count - first), 0, rows, 0, across) for first in range(0, count, step))
-    if by_columns(packing):
-        rows, across = across, rows
-    block = row_unit(packing)
-    step = limit // across // block * block
-    if not step or not rows_apart(packing):
-        return None
-    places = product(range(packing.matrices), range(0, rows, step))
-    return (rows_range(packing, first, at, min(at + step, rows)) for first, at in places)
 
 
 # ---- buffers ----
