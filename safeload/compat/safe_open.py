@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Handle(Protocol):
         """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
 
     def tensors(
-        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+        self, parts: Iterable[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
         """Return tensors by name."""
 

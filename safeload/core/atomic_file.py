@@ -68,14 +68,11 @@ class AtomicFile:
         self._position = 0
         try:
             self._begin(size, follow)
-            return
         except OSError as error:
             shown = error.errno is None or error.filename == self.path  # not a temporary or resolved path
-            refusal = unwritable(error if shown else type(error)(error.errno, error.strerror, self.path), self.path)
-        try:
-            raise refusal
-        finally:
-            del refusal  # which refers to this frame
+            raise unwritable(
+                error if shown else type(error)(error.errno, error.strerror, self.path), self.path
+            ) from None
 
     def _begin(self, size: int, follow: bool) -> None:
         try:

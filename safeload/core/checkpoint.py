@@ -253,8 +253,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     @public
     def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        array: TensorLike | None = self._views.find(name)
-        return self._views.make(name, self._aliases(name)) if array is None else array
+        return self._views.find(name, self._aliases)
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""

@@ -43,10 +43,7 @@ class JobGrid(NamedTuple):
 
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_grid``."""
-        return dict(zip(_GRID_FIELDS, (self.rows, self.columns, *self.strides), strict=True))
-
-
-_GRID_FIELDS = [name for name, _ in ffi.typeof("sl_grid").fields]
+        return dict(zip(_GRID.names or (), (self.rows, self.columns, *self.strides), strict=True))
 
 
 class Channels(NamedTuple):

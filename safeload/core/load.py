@@ -33,7 +33,7 @@ from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
 from .store import LocalStore, mapping_of
-from .table import Entry
+from .table import Entry, overlap_groups
 from .tensors import (
     CONVERT,
     EMPTY,
@@ -201,12 +201,11 @@ class Views:
         self._arrays: dict[str, Value] = {}
         self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
 
-    def find(self, name: str) -> Value | None:
-        """Return the array of an earlier access, or None."""
-        return self._arrays.get(name)
-
-    def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
-        """Create the array of a tensor. ``aliases`` are the tensor and all tensors that share bytes with it."""
+    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Value:
+        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
+        if (found := self._arrays.get(name)) is not None:
+            return found
+        aliases = aliases_of(name)
         loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
         if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
             loaded = self._groups.setdefault(aliases[0][0], loaded)
@@ -341,7 +340,7 @@ def deliver(
 
 def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
     """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
-    _, file, index = tensors[0]
+    ((_, file, index),) = tensors
     if file.table.shaped or file.table.quantized:
         return None
     spec = file.table.layout(index)
@@ -662,23 +661,19 @@ def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
     Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
     C-contiguous arrays of their own; plain ones (contiguous, little-endian, without aliases) are returned apart.
     """
-    specs = {k: plan.spec(k) for k in plan.of_way(STRIDED)}
-    groups: list[list[int]] = []
-    swap, reach = 0, -1
-    for k in sorted(specs, key=lambda k: (_swap(specs[k]), specs[k].begin)):
-        if groups and _swap(specs[k]) == swap and specs[k].begin < reach:
-            groups[-1].append(k)
-            reach = max(reach, specs[k].end)
-        else:
-            groups.append([k])
-            swap, reach = _swap(specs[k]), specs[k].end
+    rows = sorted(plan.of_way(STRIDED), key=plan.begins.__getitem__)
+    sharing = overlap_groups([plan.begins[k] for k in rows], [plan.ends[k] for k in rows])
+    groups: dict[tuple[int, int], dict[int, ArraySpec]] = {}
+    for place, k in enumerate(rows):
+        spec = plan.spec(k)
+        groups.setdefault((_swap(spec), sharing.get(place, [place])[0]), {})[k] = spec
     plain, blocks = [], []
-    for group in groups:
-        first = specs[group[0]]
-        if len(group) == 1 and first.strides is None and not first.big_endian:
-            plain += group
+    for specs in groups.values():
+        (k, spec), *others = specs.items()
+        if not others and spec.strides is None and not spec.big_endian:
+            plain.append(k)
         else:
-            blocks.append(Block(plan.file, {plan.names[k]: specs[k] for k in group}, batch))
+            blocks.append(Block(plan.file, {plan.names[k]: spec for k, spec in specs.items()}, batch))
     return plain, blocks
 
 

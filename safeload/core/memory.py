@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar, get_args
 
@@ -37,19 +38,13 @@ PAGE = 4096
 
 def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
     """Return the names of targets overlapping the memory of a source, gaps between elements included."""
-    ends: list[int] = []
-    begins: list[int] = []
-    for begin, end in sorted(map(_bounds, sources)):
-        if ends and begin <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            begins.append(begin)
-            ends.append(end)
+    spans = sorted(map(_bounds, sources))
+    begins, reach = [begin for begin, _ in spans], [*accumulate((end for _, end in spans), max)]
     names = set()
     for name, target in targets.items():
         begin, end = _bounds(target)
-        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
-        if target.size and at < len(begins) and begins[at] < end:
+        count = bisect_left(begins, end)  # sources that begin before the target's end
+        if target.size and count and reach[count - 1] > begin:
             names.add(name)
     return names
 

@@ -529,13 +529,7 @@ def _range_of(packed: Packing, start: int, stop: int) -> Range:
 
 
 class PartRows:
-    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole.
-
-    Attributes:
-        shape: of the array over the part
-        dtype: of its elements
-        size: number of elements
-    """
+    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole."""
 
     def __init__(self, part: Part | Array) -> None:
         self._array = None if isinstance(part, Part) else part

@@ -228,7 +228,8 @@ def _read_strided(file: WeightFile, layout: ArraySpec, axes: list[range], origin
 def positions_in(rows: Any, count: int, name: str) -> Array:
     """Return the positions that ``rows`` selects, as int64 from 0 on."""
     about = tensor_named(name)
-    if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
+    single = isinstance(rows, (slice, str, bytes, bool)) or rows is None
+    if single or (not isinstance(rows, range) and as_index(rows) is not None):
         kind = type(rows).__name__
         raise TypeError(f"{about}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
     small = isinstance(rows, range) and max(map(abs, (rows.start, rows.stop, rows.step))) < 1 << 62  # fits 64 bits
@@ -242,7 +243,7 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
     if not len(indices):
         return np.empty(0, np.int64)
     if indices.dtype.kind == "O":  # integers beyond 64 bits, or no numbers
-        kinds = [type(index).__name__ for index in indices if not _is_integer(index)]
+        kinds = [type(index).__name__ for index in indices if as_index(index) is None]
         if kinds:
             raise TypeError(f"{about}: rows must be integers, got {kinds[0]}")
     elif indices.dtype.kind not in "iu":
@@ -257,14 +258,6 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
 
 
 _ADVICE = "get_slice(name)[...] reads a range or a single row"
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, np.ndarray) or value.ndim == 0
 
 
 def read_rows(

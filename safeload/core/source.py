@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import dtypes, jobs, restore, thread_group
+from . import dtypes, jobs, restore
 from .arrays import Array, as_array
 from .cast import astype
 from .jobs import WINDOW, Batch, Channels, Job, JobGrid, Origin, moving
-from .memory import thread_count
 from .native import address_of
 from .packing import CODES, Packed
 from .text import subject
@@ -40,10 +39,11 @@ class Source(NamedTuple):
         """Bytes of the tensor."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: JobGrid | None = None) -> Job:
-        """Return the job that copies the tensor to an address, converted to dtype number ``target``."""
-        op = moving(self.row.number, target, grid)
-        return self._job(op, memory, target)._replace(grid=grid)
+    def job(self, memory: int, target: int, op: int | None = None, *, grid: JobGrid | None = None) -> Job:
+        """Return the job of an operation, by default the copy to an address, converted to dtype number ``target``."""
+        op = moving(self.row.number, target, grid) if op is None else op
+        origin = Origin(self.name, self.shape, self.owner)
+        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, grid, origin=origin)
 
     def jobs(self, memory: int, target: int) -> list[Job]:
         """Return the jobs that copy the tensor to an address; packed codes may need more than a single job."""
@@ -58,16 +58,12 @@ class Source(NamedTuple):
             numbers = memory, _F32.number, self.name
             (job,) = restore.restore_jobs(self.packed, *numbers, owner=self.owner, ranges=ranges)
             return job._replace(op=op, channels=channels)
-        return self._job(op, memory, self.row.number)._replace(channels=channels)
+        return self.job(memory, self.row.number, op)._replace(channels=channels)
 
     @property
     def in_order(self) -> bool:
         """True if bytes or codes are in the order of the values, so that any job can use the source."""
         return self.packed is None or not self.packed.packing.transpose
-
-    def _job(self, op: int, memory: int, target: int) -> Job:
-        origin = Origin(self.name, self.shape, self.owner)
-        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
 
 
 def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
@@ -122,21 +118,6 @@ def address(array: Array) -> int:
 
 # Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
 PIECE = 4 << 20
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
-) -> Iterator[Result]:
-    """Return the results of a function that releases the GIL, in the order of its arguments.
-
-    A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
-
-    ``nbytes``, which all calls read together, decides the number of threads.
-    """
-    return thread_group.in_order(function, items, thread_count(nbytes, threads))
 
 
 def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:

@@ -54,16 +54,18 @@ class Chunk(NamedTuple):
         return (Job(entry.file, begin, memory, size, entry.source, entry.target, moving(entry.source, entry.target)),)
 
 
-def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
-    """Divide a tensor that is not empty into chunks of at most ``limit`` bytes; None if it is indivisible."""
+def chunks_of(entry: Entry, limit: int) -> Iterable[Chunk | Entry]:
+    """Divide a tensor into chunks of at most ``limit`` bytes; return the tensor itself if it is indivisible."""
+    if not entry.nbytes:
+        return ()
     if entry.target is None or entry.strided or (foreign_order(False) and entry.dtype.itemsize > 1):
-        return None
+        return (entry,)
     element = entry.dtype.itemsize
     if entry.packed is not None:
         packing, ranges = entry.packed.packing, divided(entry.packed.packing, limit // element)
         first = next(ranges)
         if first.values * element > limit:
-            return None
+            return (entry,)
         spans = chain([first], ranges)
         return (Chunk(entry, values_before(packing, span) * element, span.values * element, span) for span in spans)
     stored, made = element, element  # bytes of a block in the file, and in the array
@@ -72,7 +74,7 @@ def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
         stored, made = row.block_bytes, row.block * element
     step, count = limit // made, (entry.end - entry.begin) // stored
     if not step:
-        return None
+        return (entry,)
     blocks = ((first, min(step, count - first)) for first in range(0, count, step))
     return (Chunk(entry, k * made, n * made, (entry.begin + k * stored, n * stored)) for k, n in blocks)
 
@@ -182,17 +184,9 @@ def staged(
 
 def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: int | None) -> Iterator[Task]:
     """Yield the tasks that fill buffers, and that make indivisible tensors."""
-
-    def parts(entry: Entry) -> Iterable[Chunk | Entry]:
-        if not entry.nbytes:
-            return ()
-        chunks = chunks_of(entry, ring.size // _PER_BUFFER)
-        return (entry,) if chunks is None else chunks
-
-    def kind(part: Chunk | Entry) -> object:  # an indivisible tensor shares no window
-        return object() if isinstance(part, Entry) else None
-
-    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, kind):
+    parts = chain.from_iterable(chunks_of(entry, ring.size // _PER_BUFFER) for entry in entries)
+    # An indivisible tensor shares no window.
+    for window in windows(parts, ring.size, _room, lambda part: object() if isinstance(part, Entry) else None):
         if isinstance(window[0], Entry):
             yield Task(window[0].nbytes, partial(_make, window[0], threads))
         else:

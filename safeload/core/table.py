@@ -530,7 +530,7 @@ class ListedTable(Table):
         self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
-        self._groups = _overlapping(begins, ends)
+        self._groups = overlap_groups(begins, ends)
         self.shaped = bool(self.big_endian) or bool(self._groups) or bool(self.strides)
 
     def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
@@ -544,7 +544,7 @@ class ListedTable(Table):
         self._metadata = {**(self._metadata or {}), **metadata}
 
 
-def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
+def overlap_groups(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
     """Return, for each overlapping range, the sorted indices of its connected group."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}
