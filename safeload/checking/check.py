@@ -35,7 +35,7 @@ from ..core.quantized_tensor import PartRows, QuantizedTensor
 from ..core.registry import BY_NAME, GGUF
 from ..core.runtime import debug, paused
 from ..core.showing import figure
-from ..core.source import Source, source_pieces
+from ..core.source import Source
 from ..core.table import Unknown
 from ..core.tensors import packed_of
 from ..core.text import plural, show
@@ -50,7 +50,7 @@ from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
-from .files import FileEntry
+from .files import FileEntry, source_pieces
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions

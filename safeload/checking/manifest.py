@@ -31,12 +31,12 @@ from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import debug
-from ..core.source import file_pieces, source_pieces
 from ..core.tensors import packed_of
 from ..core.text import plural, show
 from ..core.thread_group import in_order
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
+from .files import file_pieces, source_pieces
 from .findings import Finding, find
 
 RESTORING = "restoring"

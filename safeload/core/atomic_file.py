@@ -447,7 +447,6 @@ def _short(name: str) -> str:
 
 
 def _temporary_of(path: str) -> str:
-    """Return a new temporary path for a file."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{_short(name)}.{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
 

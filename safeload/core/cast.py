@@ -47,7 +47,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     element = dtypes.element_dtype(target.number)
     check_threads(threads)
     out = target_array(array.shape, element, out)
-    narrows = target.floating and target.bits < _F32.bits
+    narrows = target.floating and target.bits < dtypes.F32.bits
     if narrows:
         array = _real(array)
     source = dtypes.row_of(array.dtype)
@@ -66,7 +66,7 @@ def _real(array: Array) -> Array:
     """Drop the imaginary part of complex numbers (NumPy warns), and round long doubles to odd float64."""
     if array.dtype.kind == "c":
         array = array.astype(array.dtype.char.lower())
-    if array.dtype.kind != "f" or array.dtype.itemsize <= _F64.block_bytes:
+    if array.dtype.kind != "f" or array.dtype.itemsize <= dtypes.F64.block_bytes:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         near = array.astype(np.float64)
@@ -102,7 +102,6 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
     return out
 
 
-_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _F32_ODD = dtypes.of_number(lib.SL_F32_ODD)  # float32, rounded to odd
 
 # A copy along an axis of this many elements fills the cache lines it touches.
@@ -155,6 +154,6 @@ def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
         return False
     if source is target:
         return True
-    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # float32 lies between
+    if not source.floating and not (target.floating and target.bits <= dtypes.F32.bits):  # float32 lies between
         return False
     return source.converts_to(target)

@@ -8,54 +8,49 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
-from .arrays import Array, ArraySpec, array_over, check_mapping, foreign_order, not_an_array, over, refuse_masked
-from .jobs import Batch, Job, moving, read_small
+from .arrays import (
+    Array,
+    ArraySpec,
+    array_over,
+    check_disjoint,
+    check_mapping,
+    foreign_order,
+    not_an_array,
+    over,
+    refuse_masked,
+)
+from .jobs import Batch, Job, moving
 from .memory import (
     ALIGNMENT,
     HUGE_FROM,
     POOLED_BELOW,
-    Backend,
     aligned_bytes,
     check_backend,
-    check_disjoint,
     check_threads,
     private_array,
     thread_count,
 )
-from .native import address_of, ffi, lib, pointer, short
+from .native import address_of
 from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
-from .store import LocalStore, mapping_of
-from .table import Entry, overlap_groups
-from .tensors import (
-    CONVERT,
-    EMPTY,
-    READ,
-    STRIDED,
-    VIEW,
-    FileTensor,
-    ReadPlan,
-    Tensors,
-    decide,
-    viewable,
-)
+from .store import mapping_of
+from .table import overlap_groups
+from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, viewable
 from .text import show
 from .weight_file import WeightFile, is_remote
 
 if TYPE_CHECKING:
-    from .names import Patterns
     from .quantized_tensor import QuantizedTensor
 
-_F64 = dtypes.BY_CODE["F64"]
 # Target dtypes of loading, in the order of messages.
-_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if _F64.converts_to(row))
+_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if dtypes.F64.converts_to(row))
 
 # `safe_open` reads smaller tensors and slices with any backend: a view would save less than the mapping costs, and a
 # system call costs less than a batch of jobs.
@@ -63,17 +58,6 @@ VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
 
 # Dtypes for `parse_target`.
 DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
-
-
-class LoadOptions(TypedDict, total=False):
-    """Options of every function that loads; see `Checkpoint.load`."""
-
-    only: Patterns
-    drop: Patterns
-    backend: Backend
-    out: Mapping[str, Array] | None
-    threads: int | None
-    progress: Progress
 
 
 @exported()
@@ -193,73 +177,6 @@ def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: s
         raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
 
 
-class Views:
-    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Value] = {}
-        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
-
-    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Value:
-        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
-        if (found := self._arrays.get(name)) is not None:
-            return found
-        aliases = aliases_of(name)
-        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
-        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
-            loaded = self._groups.setdefault(aliases[0][0], loaded)
-            self._arrays.update(loaded)
-        array: Value = self._arrays.setdefault(name, loaded[name])
-        return array
-
-    def clear(self) -> None:
-        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
-        self._arrays.clear()
-        self._groups.clear()
-        self._mappings.clear()
-
-
-# ---- single small tensors ----
-
-
-# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
-_WINDOW, _COPIED = 64 << 10, 16 << 10
-
-
-class Window:
-    """Small tensors of a file. Any thread may use it.
-
-    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
-    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
-    """
-
-    def __init__(self) -> None:
-        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
-        self._content: tuple[int, int, Any] = 0, 0, None
-        self._next = -1  # end of the last tensor
-
-    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
-        """Return a tensor in its own memory; the file must not change between calls."""
-        if not file.table.plain:
-            return read_small(file, *file.table.layout(index)[:4])
-        number, shape, begin, end = entry
-        dtype, store = dtypes.array_dtype(number), file.store
-        first, last, memory = self._content
-        follows, self._next = begin == self._next, end
-        if not (first <= begin and end <= last):
-            near = follows or end - begin < file.size - begin <= _WINDOW
-            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
-                return read_small(file, dtype, shape, begin, end)
-            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
-            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
-            address = pointer(ffi.from_buffer(memory))
-            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
-                return read_small(file, dtype, shape, begin, end)
-            self._content = first, first + memory.size, memory
-        return np.array(array_over(memory, dtype, shape, begin - first))
-
-
 # ---- one pass: views of mapped files, and a batch of jobs for all other tensors ----
 
 # The value of a loaded tensor.
@@ -367,7 +284,6 @@ def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
 
 
 def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
-    """Return the views of a mapped file with their names."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]

@@ -36,8 +36,6 @@ from .table import Scale
 from .text import error_about
 from .weight_file import WeightFile
 
-_F32 = dtypes.BY_CODE["F32"]
-
 # Keys of `QuantizedTensor.parts` without a name in a file.
 _UNNAMED = {CODES: "data"}
 
@@ -168,7 +166,7 @@ class QuantizedTensor:
             ValueError: ``out`` does not fit.
         """
         target = dtypes.parse(dtype)
-        row = scheme_row(self.scheme) if self.packing is None and self.scheme != INT8 else _F32
+        row = scheme_row(self.scheme) if self.packing is None and self.scheme != INT8 else dtypes.F32
         if not target.floating or target.packed or not row.converts_to(target):
             raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
         check_threads(threads)

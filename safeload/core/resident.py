@@ -62,7 +62,6 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
 
 @cache  # a call takes a tenth of the time of an import statement
 def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
-    """Import the classes of larger files."""
     from .store import LocalStore
     from .weight_file import WeightFile
 

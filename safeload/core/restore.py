@@ -21,8 +21,6 @@ from .native import address_of, ffi, lib, short
 from .packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
 from .text import error_about, show
 
-_F32 = dtypes.BY_CODE["F32"]
-
 # float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
 # double the memory of a load.
 _GRID_BYTES = 16 << 20
@@ -42,8 +40,6 @@ _GRIDS = {
 }
 # Rules of scales that the core does not compute.
 _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
-# The unused code of ternary planes.
-_NOT_TERNARY = 3
 
 
 # ---- ranges ----
@@ -416,7 +412,7 @@ class CodeReader:
             "transpose": packed.transpose,
             "interleaved": packed.interleaved,
             "divide": packed.scale_rule == packing.QUOTIENT,
-            "forbidden": _NOT_TERNARY if packed.numbers in ("ternary", "i2_s") else -1,
+            "forbidden": 3 if packed.numbers in ("ternary", "i2_s") else -1,  # the unused code
             "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
@@ -519,12 +515,11 @@ class CodeReader:
         return shared / np.float32(2688) if self._packed.scale_rule == packing.MLX_GLOBAL else shared
 
     def _floats(self, role: str, begin: int, count: int) -> Array:
-        """Return elements of a part as float32."""
         part = self._parts[role]
         row, size = self._dtype_of(role), math.prod(part.shape)
         raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
         array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
-        if row is _F32:
+        if row is dtypes.F32:
             return array
         # NumPy's memory, which malloc reuses for the scales of the next tensor: new pages take longer than the scales.
         return astype(array, np.float32, out=np.empty(array.shape, np.float32), threads=1)
@@ -547,7 +542,9 @@ class CodeReader:
                 shared = shared[np.arange(begin, begin + count) // elements]
             combine = np.divide if rule == packing.DIVIDED else np.multiply
             # In place, because new pages cost more than the arithmetic; but float32 scales may belong to the caller.
-            combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
+            combined: Array = combine(
+                scales, shared, out=None if self._parts[packing.SCALE].row is dtypes.F32 else scales
+            )
             return combined
 
     def _nested(self, begin: int, count: int) -> Array:
@@ -609,7 +606,6 @@ class CodeReader:
     # ---- sparse codes ----
 
     def _mask_fields(self) -> dict[str, Any]:
-        """Return the fields that only sparse tensors have."""
         spec, part, parts = self._packed, self._part, self._parts
         count, mask = self.nbytes // parts[packing.CODES].row.block_bytes, read_part(parts[packing.MASK])
         if packing.OFFSETS in parts:
@@ -760,6 +756,6 @@ def restore_jobs(
         if spec.layout == packing.MASKED and part.rows != spec.rows:
             reader = reader.of_rows()
         place = packed.parts[packing.CODES].file, reader.begin, memory + row.nbytes(values_before(spec, part))
-        how = _F32.number, target, lib.SL_OP_RESTORE
+        how = dtypes.F32.number, target, lib.SL_OP_RESTORE
         made.append(Job(*place, part.values * 4, *how, origin=origin, packed=reader))
     return made

@@ -7,17 +7,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from threading import Lock, RLock
-from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from ..errors import RemoteError, exported, public
 from . import dtypes
-from .arrays import Array, array_over
+from .arrays import Array, array_over, check_disjoint
 from .load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
-from .memory import POOLED_BELOW, aligned_bytes, check_disjoint, check_threads, windows
-from .names import Patterns, layer_of
+from .memory import POOLED_BELOW, aligned_bytes, check_threads, windows
+from .names import layer_of
 from .native import ffi, short
 from .progress import Meter, Progress
 from .tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
@@ -35,18 +36,6 @@ Order = Literal["file", "given", "ready"]
 _UNIT = 16 << 20
 # A unit takes at most this part of the limit, so that the next units are read while its tensors are taken.
 _SHARE = 4
-
-
-class StreamOptions(TypedDict, total=False):
-    """Options of `Checkpoint.stream`."""
-
-    only: Patterns
-    drop: Patterns
-    ahead: int | str
-    order: Order
-    out: Out
-    threads: int | None
-    progress: Progress
 
 
 # Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
@@ -98,7 +87,6 @@ class _Stream(Iterator[_T]):
                 raise
 
     def _take(self) -> Any:
-        """Return the next tensor."""
         while not self._ready:
             if self._failed:
                 raise self._failed.pop()
@@ -165,7 +153,6 @@ class LayerStream(_Stream[tuple[str, dict[str, _T]]]):
     _of = "layer"
 
     def _take(self) -> tuple[str, dict[str, _T]]:
-        """Return the next layer."""
         if not self._left:
             raise StopIteration
         layer, count = self._left.popleft()
@@ -225,7 +212,6 @@ class _Reader:
     def _run(
         self, number: int, entries: Sequence[Entry], destinations: Mapping[str, Array], refused: list[Exception]
     ) -> _Loaded:
-        """Read the tensors of a unit."""
         if any(other < number for other in self._failed):
             raise Stopped
         loaded, failed = self._read(entries if self._out is None else entries[: len(destinations)], destinations)
@@ -294,16 +280,14 @@ def stream(
             check_fits(entry.name, entry.dtype, entry.shape, out)
         whole = [entry for entry in entries if not entry.strided]
         check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in whole})
-    layers: dict[str, list[Entry]] = {}
-    for entry in entries if by_layer else ():
-        layers.setdefault(layer_of(entry.name), []).append(entry)
-    if by_layer:
-        entries = [entry for layer in layers.values() for entry in layer]
     give = out if out is None or callable(out) else out.__getitem__
     reader = _Reader(target, give, threads, limit)
     if not by_layer:
         return TensorStream(entries, reader, limit, ordered=order != "ready", progress=progress)
-    sizes = {layer: len(members) for layer, members in layers.items()}
+    layers: dict[str, list[Entry]] = {}
+    for entry in entries:
+        layers.setdefault(layer_of(entry.name), []).append(entry)
+    entries, sizes = [*chain.from_iterable(layers.values())], dict(zip(layers, map(len, layers.values()), strict=True))
     return LayerStream(entries, reader, limit, ordered=True, progress=progress, layers=sizes)
 
 

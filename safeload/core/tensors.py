@@ -27,7 +27,6 @@ from .weight_file import WeightFile
 # A tensor in a file: its name, the file, its index in the file's table.
 FileTensor: TypeAlias = tuple[str, WeightFile, int]
 
-_F32 = dtypes.BY_CODE["F32"]
 _PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
 
 
@@ -231,7 +230,7 @@ def packed_of(file: WeightFile, index: int) -> Packed | None:
     name, (number, shape, begin, end) = table.names[index], table.entry(index)
     parts = {
         CODES: Part(name, file, dtypes.BY_NUMBER[number], shape, begin, end),
-        SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
+        SCALE: Part(name, file, dtypes.F32, scale.shape, scale.begin, scale.end),
     }
     return Packed(int8_packing(shape, scale.axis), parts)
 

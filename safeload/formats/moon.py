@@ -24,8 +24,8 @@ from ..core.paths import PathLike
 from ..core.registry import Candidate, Content, OpenRequest, StoredTensor
 from ..core.tensors import Lazy
 from ..core.text import encode, error_about, show
-from ..core.weight_file import ByteReader
 from ..errors import LimitError, SafeloadError, UnsupportedError
+from .byte_reader import ByteReader
 
 MAGIC = 0x4D4F4F4E
 VERSION = 2
