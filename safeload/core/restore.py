@@ -24,7 +24,7 @@ from .text import error_about, show
 # float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
 # double the memory of a load.
 _GRID_BYTES = 16 << 20
-# Ranges have a multiple of this many columns of codes: whole words of every width.
+# Ranges have a multiple of this many columns of codes, if they can: whole words of every width.
 _COLUMN_STEP = 32
 # Elements of the longest block of any target dtype.
 _LONGEST_BLOCK = 256
@@ -90,11 +90,13 @@ def divided(packed: Packing, limit: int) -> Iterator[Range]:
     if packed.flat:
         block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
         columns = max(1, limit // block) * block
-    elif rows * columns > limit and by_columns(packed):
-        columns = max(1, limit // rows // _COLUMN_STEP) * _COLUMN_STEP
     elif rows * columns > limit and rows_apart(packed):
         unit = row_unit(packed)
-        rows = max(1, limit // columns // unit) * unit
+        if by_columns(packed):
+            unit = _COLUMN_STEP if limit >= _COLUMN_STEP * rows else unit
+            columns = max(1, limit // rows // unit) * unit
+        else:
+            rows = max(1, limit // columns // unit) * unit
     for first in range(0, packed.matrices, matrices):
         for row in range(0, packed.rows, max(1, rows)):
             for column in range(0, max(1, packed.columns), max(1, columns)):
@@ -306,9 +308,9 @@ def by_columns(packed: Packing) -> bool:
     return packed.transpose and packed.layout in (COLUMNS, WORDS)
 
 
-def can_store(packed: Packing, grid: Grid, *, grouped: bool) -> bool:
+def can_store(packed: Packing, grid: Grid, *, down: bool, grouped: bool) -> bool:
     """Return True if the core can convert the scales of a tensor as fast as it restores the codes."""
-    if by_columns(packed):
+    if down:
         return grid.column_block == 1 and ((not grouped and packed.bits == 4) or grid.rows <= _MOST_GROUPS)
     return not grouped and (not packed.transpose or packed.bits == 4)
 
@@ -467,7 +469,7 @@ class CodeReader:
             grid_columns=width,
             grid_step=0 if grid.shared else height * width,
         )
-        storable = can_store(self._packed, grid, grouped=packing.GROUPS in self._parts)
+        storable = can_store(self._packed, grid, down=self._down, grouped=packing.GROUPS in self._parts)
         for role in _GRIDS:
             if role == packing.ZERO and role in self._parts and self._packed.zeros is not None:
                 self._add_packed_zeros(fields, grid, self._packed.zeros, storable)
@@ -680,15 +682,15 @@ def _with_small_parts(parts: Mapping[str, Part]) -> Mapping[str, Part]:
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
     if not places:
         return parts
-    raw, handle = np.empty(total, np.uint8), file.local.begin_use()
-    address = address_of(raw)
+    raw, store = np.empty(total, np.uint8), file.local
+    handle, address = store.begin_use(), address_of(raw)
     try:
         for role, part, at in places:
             size = part.end - part.begin
             if short.sl_file_read(handle, part.begin, address + at, size, None) == lib.SL_OK:  # else `read_part` fails
                 result[role] = Part(part.name, raw, part.row, part.shape, at, at + size)
     finally:
-        file.local.end_use()
+        store.end_use()
     return result
 
 
