@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import dtypes
-from ..core.arrays import Array, check_disjoint
+from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..core.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
-from ..core.load import check_fits, check_out_names, parse_target, refuse_own_files
+from ..core.load import parse_target, refuse_own_files
 from ..core.names import Patterns
 from ..core.native import address_of, lib
 from ..core.progress import Progress, reporter

@@ -12,60 +12,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..core import dtypes, safetensors
-from ..core.arrays import Array, array_over
-from ..core.jobs import read_small
+from ..core.arrays import Array
 from ..core.load import VIEWED_FROM, load_tensors, parse_target
-from ..core.memory import ALIGNMENT, check_backend
-from ..core.native import ffi, lib, pointer, short
+from ..core.memory import check_backend
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
-from ..core.store import LocalStore, check_unchanged
-from ..core.table import Entry
+from ..core.store import check_unchanged
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
 from ..core.thread_group import Prefetch, Task
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, public
 from .serialize import TensorMeta
-
-# ---- single small tensors ----
-
-# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
-_WINDOW, _COPIED = 64 << 10, 16 << 10
-
-
-class Window:
-    """Small tensors of a file. Any thread may use it.
-
-    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
-    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
-    """
-
-    def __init__(self) -> None:
-        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
-        self._content: tuple[int, int, Any] = 0, 0, None
-        self._next = -1  # end of the last tensor
-
-    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
-        """Return a tensor in its own memory; the file must not change between calls."""
-        if not file.table.plain:
-            return read_small(file, *file.table.layout(index)[:4])
-        number, shape, begin, end = entry
-        dtype, store = dtypes.array_dtype(number), file.store
-        first, last, memory = self._content
-        follows, self._next = begin == self._next, end
-        if not (first <= begin and end <= last):
-            near = follows or end - begin < file.size - begin <= _WINDOW
-            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
-                return read_small(file, dtype, shape, begin, end)
-            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
-            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
-            address = pointer(ffi.from_buffer(memory))
-            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
-                return read_small(file, dtype, shape, begin, end)
-            self._content = first, first + memory.size, memory
-        return np.array(array_over(memory, dtype, shape, begin - first))
-
 
 # ---- slices ----
 
@@ -403,7 +361,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             raise
         self._file: WeightFile | None = file
         self._backend = backend
-        self._window = Window()
+        self._window = safetensors.Window()
         self._arguments = (file.path, framework, device)
         self._handed_out: dict[int, object] = {}  # index of a tensor -> token of the first call to get it
         self._mappings: dict[WeightFile, Any] = {}

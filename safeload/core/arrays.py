@@ -211,7 +211,32 @@ def byteswapped(array: Array) -> Array:
     return swapped
 
 
-# ---- arrays that share memory ----
+# ---- arrays to fill, and arrays that share memory ----
+
+
+def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
+    """Check that ``out`` has arrays only for these tensors."""
+    check_mapping(out, "out")
+    unknown = sorted(set(out) - set(names), key=str)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
+
+
+def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    """Check that ``out`` has an array for a tensor, and that the array fits."""
+    array = out.get(name)
+    if array is None:
+        raise ValueError(f"out: no array for tensor {show(name)}")
+    refuse_masked(array, f"out: {show(name)}")
+    if not isinstance(array, np.ndarray):
+        raise not_an_array(f"out: {show(name)}", array)
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(
+            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
+            f"{show(list(shape))}"
+        )
+    if not array.flags.carray:
+        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
 
 
 def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -110,13 +110,12 @@ _LINE = 16
 _MAX_PLANES = 1 << 14
 
 
-# An axis of a copy: its length, and the bytes between elements in the source and in the destination.
-_Axis: TypeAlias = tuple[int, int, int]
+def _merged_axes(array: Array, itemsize: int) -> list[tuple[int, int, int]]:
+    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis.
 
-
-def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
-    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis."""
-    axes: list[_Axis] = []
+    An axis is its length, and the bytes between elements in the source and in the destination.
+    """
+    axes: list[tuple[int, int, int]] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         inner, *steps = axes[-1] if axes else (1, 0, itemsize)
         if axes and inner * steps[0] == stride:

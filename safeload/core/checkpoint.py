@@ -14,7 +14,7 @@ from .arrays import Array, TensorLike
 from .cast import astype
 from .files import LOCAL, Located, Location
 from .forking import cached_property
-from .load import DtypeLike, LoadStats, Value, load_tensors, parse_target
+from .load import DtypeLike, LoadStats, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
 from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
@@ -22,7 +22,7 @@ from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .paths import PathLike
 from .progress import Progress
-from .quantized_tensor import read_index, take_rows
+from .quantized_tensor import QuantizedTensor, read_index, take_rows
 from .registry import (
     GGUF,
     KERAS,
@@ -171,6 +171,9 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
 
 
 # ---- a checkpoint ----
+
+# The value of a loaded tensor.
+Value: TypeAlias = Array | QuantizedTensor
 
 
 class LoadOptions(TypedDict, total=False):

@@ -14,17 +14,7 @@ import numpy as np
 
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
-from .arrays import (
-    Array,
-    ArraySpec,
-    array_over,
-    check_disjoint,
-    check_mapping,
-    foreign_order,
-    not_an_array,
-    over,
-    refuse_masked,
-)
+from .arrays import Array, ArraySpec, array_over, check_disjoint, check_fits, check_out_names, foreign_order, over
 from .jobs import Batch, Job, moving
 from .memory import (
     ALIGNMENT,
@@ -169,18 +159,8 @@ def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
     return arrays
 
 
-def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
-    """Check that ``out`` has arrays only for these tensors."""
-    check_mapping(out, "out")
-    unknown = sorted(set(out) - set(names), key=str)
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
-
-
 # ---- one pass: views of mapped files, and a batch of jobs for all other tensors ----
 
-# The value of a loaded tensor.
-Value: TypeAlias = "Array | QuantizedTensor"
 # Allocates arrays.
 Memory: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -359,23 +339,6 @@ def stored_in_parts(name: str, packed: Packed) -> ValueError:
     return ValueError(f"out: tensor {show(name)} is stored as {packed.packing.label}: pass dtype= to dequantize it")
 
 
-def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
-    """Check that ``out`` has an array for a tensor, and that the array fits."""
-    array = out.get(name)
-    if array is None:
-        raise ValueError(f"out: no array for tensor {show(name)}")
-    refuse_masked(array, f"out: {show(name)}")
-    if not isinstance(array, np.ndarray):
-        raise not_an_array(f"out: {show(name)}", array)
-    if array.dtype != dtype or array.shape != shape:
-        raise ValueError(
-            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
-            f"{show(list(shape))}"
-        )
-    if not array.flags.carray:
-        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
-
-
 # ---- reading ----
 
 
@@ -467,7 +430,12 @@ class Reads:
         """
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
-        steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
+        # By dtype: bits to be zero in an address, bytes of a block in file and memory, and the dtype if converted.
+        steps: dict[int, tuple[int, int, int, int]] = {}
+        for source, to in set(zip(sources, plan.targets, strict=True)):
+            row, dtype = dtypes.BY_NUMBER[source], dtypes.array_dtype(to)
+            sizes = (1, 1, 0) if source == to else (row.block_bytes, row.block * dtype.itemsize, source + 1)
+            steps[source] = max(dtype.alignment, least) - 1, *sizes
         members: dict[int, int] = {}  # of the pool: offsets by position in the plan
         runs: list[list[int]] = []  # per job: first member, first byte in the file, one past the last, offset
         at, previous, values = 0, -1, -1
@@ -514,13 +482,6 @@ class Reads:
             for name, spec in block.members.items():
                 out = self._array(name, spec.shape, spec.dtype) if own else None
                 self._arrays[name] = block.finish(spec, out, threads)
-
-
-def _step(source: int, target: int, least: int) -> tuple[int, int, int, int]:
-    """Return address bits to be zero in an array, bytes of a block in file and memory, and the dtype if converted."""
-    dtype, row = dtypes.array_dtype(target), dtypes.BY_NUMBER[source]
-    mask = max(dtype.alignment, least) - 1
-    return (mask, 1, 1, 0) if source == target else (mask, row.block_bytes, row.block * dtype.itemsize, source + 1)
 
 
 # ---- non-contiguous, big-endian and overlapping tensors ----

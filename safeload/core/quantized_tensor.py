@@ -36,9 +36,6 @@ from .table import Scale
 from .text import error_about
 from .weight_file import WeightFile
 
-# Keys of `QuantizedTensor.parts` without a name in a file.
-_UNNAMED = {CODES: "data"}
-
 
 @exported()
 class QuantizedTensor:
@@ -122,7 +119,8 @@ class QuantizedTensor:
     def parts(self) -> dict[str, Array]:
         """The stored arrays by name."""
         if self.packing is not None:
-            return {self.names.get(role, _UNNAMED.get(role, role)): array for role, array in self.roles.items()}
+            unnamed = {CODES: "data"}
+            return {self.names.get(role, unnamed.get(role, role)): array for role, array in self.roles.items()}
         return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
 
     @property

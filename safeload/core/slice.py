@@ -74,8 +74,6 @@ def axes_of(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tupl
     return axes, (*after, ...)
 
 
-# The selected positions of an axis, ascending and distinct; only the first axis can have an array.
-Axis: TypeAlias = range | Array
 # A read: the index of its elements in the result, first byte in the tensor, bytes, and None if all bytes are selected,
 # in order. Otherwise the bytes are rows of the last axis of the index, with the index of the elements to copy.
 _Read: TypeAlias = tuple[tuple[Any, ...], int, int, tuple[Any, ...] | None]
@@ -114,8 +112,8 @@ def _reads(axes: Sequence[Any], shape: tuple[int, ...], itemsize: int, block: in
     return reads
 
 
-def _spans(axis: Axis, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
-    """Divide positions into reads: numbers of the first and of one past the last, and True if there are gaps.
+def _spans(axis: range | Array, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
+    """Divide ascending positions into reads: numbers of the first and of one past the last, and True if there are gaps.
 
     Rows of ``selected`` bytes, closer than ``block`` bytes, are read with their gaps. None to read each row alone.
     """

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import RemoteError, exported, public
 from . import dtypes
-from .arrays import Array, array_over, check_disjoint
-from .load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
+from .arrays import Array, array_over, check_disjoint, check_fits, check_out_names
+from .load import deliver, parse_target, stored_in_parts
 from .memory import POOLED_BELOW, aligned_bytes, check_threads, windows
 from .names import layer_of
 from .native import ffi, short
