@@ -32,6 +32,7 @@ from ..core.packing import Packed
 from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
+from ..core.reading import source_pieces
 from ..core.registry import BY_NAME, GGUF
 from ..core.runtime import debug, paused
 from ..core.showing import figure
@@ -50,7 +51,7 @@ from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
-from .files import FileEntry, source_pieces
+from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions

@@ -21,16 +21,13 @@ import numpy as np
 
 from .. import errors
 from ..conversion.catalog import Catalog
-from ..core.arrays import Array
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
-from ..core.jobs import WINDOW, Batch, Job
 from ..core.json_file import read_json
 from ..core.memory import thread_count
-from ..core.native import address_of
 from ..core.paths import dangling
+from ..core.reading import PIECE, file_pieces
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
-from ..core.source import Source, memory_of
 from ..core.store import LocalStore, keeping_position
 from ..core.text import clip, plural, printable, show
 from ..core.thread_group import in_order
@@ -120,10 +117,8 @@ def faults_of(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str
     stored = [entry for entry in entries.values() if entry.info.method == STORED]
     nbytes = sum(entry.info.packed for entry in stored)
     # Compressed entries, which are the last, run in sequence, because an archive caches a single header.
-    faults = [
-        *in_order(_fault_of, stored, thread_count(nbytes, threads)),
-        *map(_fault_of, [*entries.values()][len(stored) :]),
-    ]
+    faults = [*in_order(_fault_of, stored, thread_count(nbytes, threads))]
+    faults += map(_fault_of, [*entries.values()][len(stored) :])
     return {number: fault for number, fault in zip(entries, faults, strict=True) if fault is not None}
 
 
@@ -597,28 +592,3 @@ def _is_suspect(place: StoredRange, row: TensorStats | None, file: WeightFile) -
     if place.name != place.tensor or row is None:  # codes, whose zeros are not counted
         return not file.remote
     return row.zeros == row.count or row.zeros * (place.end - place.begin) >= _HALF * row.count
-
-
-# ---- reading bytes in pieces: on several threads, in bounded memory, without mappings ----
-
-# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
-PIECE = 4 << 20
-
-
-def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
-    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
-    step = WINDOW if file.remote else PIECE
-    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
-    for at in range(begin, end, step):
-        size = min(step, end - at)
-        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
-        yield memory[:size].data
-
-
-def source_pieces(source: Source) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
-    if source.file is not None:
-        yield from file_pieces(source.file, source.offset, source.offset + source.size)
-    elif source.size:
-        raw = memory_of(source)
-        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))

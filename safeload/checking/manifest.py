@@ -30,13 +30,13 @@ from ..core.packing import Grid, Packing, Zeros
 from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
+from ..core.reading import file_pieces, source_pieces
 from ..core.runtime import debug
 from ..core.tensors import packed_of
 from ..core.text import plural, show
 from ..core.thread_group import in_order
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
-from .files import file_pieces, source_pieces
 from .findings import Finding, find
 
 RESTORING = "restoring"

@@ -1,10 +1,20 @@
-"""Read the fields of a file one after the other."""
+"""Read the bytes of files in Python: field after field, or in pieces."""
 
 from __future__ import annotations
 
-from ..core.text import error_about
-from ..core.weight_file import WeightFile
+from collections.abc import Iterator
+
+import numpy as np
+
 from ..errors import FormatError, LimitError
+from .arrays import Array
+from .jobs import WINDOW, Batch, Job
+from .native import address_of
+from .source import Source, memory_of
+from .text import error_about
+from .weight_file import WeightFile
+
+# ---- fields, one after the other ----
 
 # Bytes to read at first and after a jump, and at most if one window follows another.
 _FIRST_READ, _LARGEST_READ = 4096, 1 << 20
@@ -54,3 +64,28 @@ class ByteReader:
         """Return the error for a limit that is exceeded at a byte, by default the next byte."""
         at = self.position if position is None else position
         return error_about(LimitError, message, path=self.file.path, offset=at)
+
+
+# ---- pieces: on several threads, in bounded memory, without mappings ----
+
+# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
+PIECE = 4 << 20
+
+
+def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
+    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
+    step = WINDOW if file.remote else PIECE
+    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
+    for at in range(begin, end, step):
+        size = min(step, end - at)
+        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
+        yield memory[:size].data
+
+
+def source_pieces(source: Source) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
+    if source.file is not None:
+        yield from file_pieces(source.file, source.offset, source.offset + source.size)
+    elif source.size:
+        raw = memory_of(source)
+        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))
