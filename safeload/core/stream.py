@@ -45,7 +45,7 @@ _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
 class _Stream(Iterator[_T]):
-    """What streams of tensors and of layers share: threads may share a stream, each item goes to a single thread."""
+    """Base of `TensorStream` and `LayerStream`. Threads may share a stream: each item goes to a single thread."""
 
     _of = "tensor"
 
