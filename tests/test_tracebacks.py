@@ -362,7 +362,7 @@ SafeSlice.__init__ PrefetchLoader.__init__ Location.__init__
 Edit.__init__ Edit.__iter__ Edit.__len__ Edit.__contains__
 Checkpoint.__iter__ Checkpoint.__len__ Checkpoint.__contains__ Checkpoint.__exit__ Checkpoint.named_globals
 Checkpoint.tensors TensorSlice.__len__
-TensorStream.__reduce__ TensorStream.check_process LayerStream.__reduce__
+TensorStream.__reduce__ LayerStream.__reduce__
 safe_open.__exit__ SafeSlice.__reduce__ SafeSlice.get_shape SafeSlice.get_dtype
 PrefetchLoader.names PrefetchLoader.__len__ PrefetchLoader.__exit__ QuantizedTensor.parts QuantizedTensor.__reduce__
 TensorSpec.data_ptr TensorSpec.data_len Location.shown

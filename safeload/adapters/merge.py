@@ -15,20 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import dtypes
-from ..core.arrays import Array
+from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..core.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
-from ..core.load import check_fits, check_out_names, parse_target, refuse_own_files
-from ..core.memory import check_disjoint
+from ..core.load import parse_target, refuse_own_files
 from ..core.names import Patterns
 from ..core.native import address_of, lib
 from ..core.progress import Progress, reporter
 from ..core.restore import rows_apart
 from ..core.runtime import warning
 from ..core.source import Source, in_file
-from ..core.table import similar
-from ..core.text import error_about, show
+from ..core.text import error_about, show, similar
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from . import adapter as lora
 from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, listed, opened

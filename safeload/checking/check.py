@@ -32,10 +32,11 @@ from ..core.packing import Packed
 from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
+from ..core.reading import source_pieces
 from ..core.registry import BY_NAME, GGUF
 from ..core.runtime import debug, paused
 from ..core.showing import figure
-from ..core.source import Source, source_pieces
+from ..core.source import Source
 from ..core.table import Unknown
 from ..core.tensors import packed_of
 from ..core.text import plural, show

@@ -23,7 +23,7 @@ from ..core import dtypes
 from ..core.arrays import Array, index_of
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
-from ..core.memory import aligned_bytes, check_threads, windows
+from ..core.memory import aligned_bytes, check_threads, thread_count, windows
 from ..core.names import Patterns, layer_of, natural_key, select
 from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
@@ -31,10 +31,11 @@ from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import debug, paused
 from ..core.showing import Report, Row, shorten, table
-from ..core.source import Source, in_order, of_array
+from ..core.source import Source, of_array
 from ..core.staging import fill_buffer
 from ..core.tensors import Spans
 from ..core.text import clip, more, plural, printable, show
+from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
 from .stats import measure
@@ -650,7 +651,7 @@ def _unequal(a: Spans, b: Spans, elements: Array, threads: int | None, meter: Me
         lengths = pieces.counts[block]
         return block, np.logical_or.reduceat(x != y, np.cumsum(lengths) - lengths)
 
-    for block, unequal in in_order(compare_block, blocks(), threads, 2 * total):
+    for block, unequal in in_order(compare_block, blocks(), thread_count(2 * total, threads)):
         differs[pieces.tensors[block]] |= unequal
         complete = pieces.tensors[block][pieces.last[block]]
         meter.add(8 * int(elements[complete][~differs[complete]].sum()))
@@ -708,7 +709,7 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
         meter.add(int(progress[block].sum()))
         return largest, sums
 
-    parts = [*in_order(compare_block, pieces.blocks(NUMBERS), threads, 16 * total)]
+    parts = [*in_order(compare_block, pieces.blocks(NUMBERS), thread_count(16 * total, threads))]
     largest = [value for part, _ in parts for value in part]
     if all(integers):
         largest = [int(value) for value in largest]

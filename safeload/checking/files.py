@@ -24,11 +24,13 @@ from ..conversion.catalog import Catalog
 from ..core.files import Files, Location
 from ..core.foreign import is_zip
 from ..core.json_file import read_json
+from ..core.memory import thread_count
 from ..core.paths import dangling
+from ..core.reading import PIECE, file_pieces
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
-from ..core.source import PIECE, file_pieces, in_order
 from ..core.store import LocalStore, keeping_position
 from ..core.text import clip, plural, printable, show
+from ..core.thread_group import in_order
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
 from ..errors import FormatError, MissingShardError, SafeloadError, one_line
@@ -115,7 +117,8 @@ def faults_of(entries: Mapping[str, FileEntry], threads: int | None) -> dict[str
     stored = [entry for entry in entries.values() if entry.info.method == STORED]
     nbytes = sum(entry.info.packed for entry in stored)
     # Compressed entries, which are the last, run in sequence, because an archive caches a single header.
-    faults = [*in_order(_fault_of, stored, threads, nbytes), *map(_fault_of, [*entries.values()][len(stored) :])]
+    faults = [*in_order(_fault_of, stored, thread_count(nbytes, threads))]
+    faults += map(_fault_of, [*entries.values()][len(stored) :])
     return {number: fault for number, fault in zip(entries, faults, strict=True) if fault is not None}
 
 

@@ -25,15 +25,16 @@ from ..conversion.executors import Executor, opened, pieces_of, run_pieces
 from ..core import dtypes
 from ..core.jobs import native_order
 from ..core.json_file import read_json
-from ..core.memory import check_threads
+from ..core.memory import check_threads, thread_count
 from ..core.packing import Grid, Packing, Zeros
 from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
+from ..core.reading import file_pieces, source_pieces
 from ..core.runtime import debug
-from ..core.source import file_pieces, in_order, source_pieces
 from ..core.tensors import packed_of
 from ..core.text import plural, show
+from ..core.thread_group import in_order
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
 from .findings import Finding, find
@@ -86,7 +87,7 @@ def _entries(
         debug("sha256 of %s: %s", name, row["sha256"])
         return row
 
-    return dict(zip(sizes, in_order(entry, sizes, threads, total), strict=True))
+    return dict(zip(sizes, in_order(entry, sizes, thread_count(total, threads)), strict=True))
 
 
 def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:

@@ -30,14 +30,15 @@ from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint
 from ..core.files import Located
+from ..core.memory import thread_count
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
 from ..core.paths import PathLike, native_path
 from ..core.progress import Bars, Meter, Progress, bars
 from ..core.registry import UnknownGlobals
 from ..core.showing import escaped, figure
-from ..core.source import in_order
 from ..core.text import clip, plural, show, size, unit
+from ..core.thread_group import in_order
 from ..errors import RangeError, SafeloadError, public
 from ..remote.places import is_file_object
 from ..remote.url import is_url
@@ -237,7 +238,7 @@ def _digests(sizes: Mapping[str, int], threads: int | None, bars: Bars) -> dict[
             except (OSError, SafeloadError):
                 return None
 
-        digests = zip(sizes, in_order(digest, sizes, threads, total), strict=True)
+        digests = zip(sizes, in_order(digest, sizes, thread_count(total, threads)), strict=True)
         return {file: value for file, value in digests if value is not None}
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from ..core.text import printable
+from ..core.text import printable, similar
 from ..errors import NoMatchError, SafeloadError
 from .common import STANDARD, complain, log_to_stderr, plain, storage_options
 from .parsers import COMMANDS, Parsers
@@ -93,8 +93,6 @@ def _unknown(word: str) -> str:
 
 
 def _near(word: str, names: Sequence[str]) -> str:
-    from ..core.table import similar  # imported here: it would slow down all commands, because it imports NumPy
-
     close = similar(word, names)
     return f", did you mean {close[0]!r}?" if close else ""
 

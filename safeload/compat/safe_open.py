@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core import dtypes, safetensors
 from ..core.arrays import Array
-from ..core.load import VIEWED_FROM, Window, load_tensors, parse_target
+from ..core.load import VIEWED_FROM, load_tensors, parse_target
 from ..core.memory import check_backend
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
@@ -38,7 +38,7 @@ class Handle(Protocol):
         """Return a tensor. ``read`` returns a writable array that shares memory with no other array."""
 
     def tensors(
-        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+        self, parts: Iterable[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
         """Return tensors by name."""
 
@@ -361,7 +361,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             raise
         self._file: WeightFile | None = file
         self._backend = backend
-        self._window = Window()
+        self._window = safetensors.Window()
         self._arguments = (file.path, framework, device)
         self._handed_out: dict[int, object] = {}  # index of a tensor -> token of the first call to get it
         self._mappings: dict[WeightFile, Any] = {}

@@ -33,9 +33,9 @@ from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
-from ..core.table import Unknown, missing
+from ..core.table import Unknown
 from ..core.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
-from ..core.text import check_name, error_about, tensor_named
+from ..core.text import check_name, error_about, missing, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in

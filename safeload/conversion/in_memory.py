@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..core import dtypes, jobs, packing
-from ..core.arrays import Array, check_mapping
+from ..core.arrays import Array, check_disjoint, check_mapping, overlapping
 from ..core.cast import target_array
 from ..core.load import parse_target, refuse_own_files
-from ..core.memory import check_disjoint, check_threads, overlapping, private_array
+from ..core.memory import check_threads, private_array
 from ..core.packing import INT8, SCHEMES, usual_axis
 from ..core.paths import PathLike
 from ..core.progress import Progress, reporter

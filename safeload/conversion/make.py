@@ -203,7 +203,8 @@ class Outputs(NamedTuple):
         reads = dict(zip(self.names, self.reads, strict=True))
         self.maker.begin(map(reads.__getitem__, sorted(reads) if self.format == SAFETENSORS else reads))
         for output in self.made:
-            output.report_to(written)
+            for lazy in output.roles.values() if isinstance(output, LazyParts) else (output,):
+                lazy.written = written
         return self.tensors
 
 

@@ -22,7 +22,7 @@ from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8, SCHEMES, parse_scheme
 from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor, channels_of, storage_of
-from ..core.restore import restore_jobs, small_ranges, values_before
+from ..core.restore import divided, restore_jobs, values_before
 from ..core.source import Source, address, memory_of, of_numbers, of_reals
 from ..core.text import show, subject
 from ..core.thread_group import in_order
@@ -332,7 +332,7 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
     assert source.packed is not None
     assert result.scale is not None
     packed = source.packed.packing
-    ranges = list(small_ranges(packed, _AT_A_TIME))
+    ranges = list(divided(packed, _AT_A_TIME))
     values = private_array((ranges[0].values,), np.dtype(np.float32))
     maxima, factors = np.zeros(result.scale.size, np.uint32), None
     for op in (lib.SL_OP_ABSMAX, lib.SL_OP_INT8):

@@ -22,12 +22,13 @@ from ..adapters.adapter import listed
 from ..core.atomic_file import Digest, existing_file, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
+from ..core.memory import thread_count
 from ..core.names import pairs_of
 from ..core.packing import parse_scheme
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.runtime import paused
-from ..core.source import in_order
 from ..core.text import plural, printable, show
+from ..core.thread_group import in_order
 from ..errors import FormatError, UnsupportedError, exported, public
 from ..formats.folder import INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
@@ -609,7 +610,7 @@ def _complete(
             return weight_file.table.names
 
     size = sum(result["size"] for result in done)
-    shards = each(find, done) if folder.location.files.remote else [*in_order(find, done, None, size)]
+    shards = each(find, done) if folder.location.files.remote else [*in_order(find, done, thread_count(size, None))]
     placed = {file for place, file in shards if place is folder}
     free = free_names(folder, [file for place, file in shards if place is not folder], folder.names() - placed)
     names = [file if place is folder else free[file] for place, file in shards]

@@ -1,18 +1,21 @@
-"""Arrays: values accepted as arrays or as dicts of arrays, and the layout of a file's tensor as an array."""
+"""Arrays: values accepted as arrays or dicts of arrays, layouts of a file's tensors, arrays that share memory."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import repeat
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import accumulate, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported
 from . import dtypes
-from .text import tensor_named
+from .native import address_of
+from .text import show, tensor_named
 
 Array = np.ndarray[Any, Any]
 
@@ -206,3 +209,94 @@ def byteswapped(array: Array) -> Array:
     """Return a copy with the bytes of each element reversed."""
     swapped: Array = swappable(array).byteswap().view(array.dtype)
     return swapped
+
+
+# ---- arrays to fill, and arrays that share memory ----
+
+
+def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
+    """Check that ``out`` has arrays only for these tensors."""
+    check_mapping(out, "out")
+    unknown = sorted(set(out) - set(names), key=str)
+    if unknown:
+        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
+
+
+def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
+    """Check that ``out`` has an array for a tensor, and that the array fits."""
+    array = out.get(name)
+    if array is None:
+        raise ValueError(f"out: no array for tensor {show(name)}")
+    refuse_masked(array, f"out: {show(name)}")
+    if not isinstance(array, np.ndarray):
+        raise not_an_array(f"out: {show(name)}", array)
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(
+            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
+            f"{show(list(shape))}"
+        )
+    if not array.flags.carray:
+        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
+
+
+def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
+    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
+    spans = sorted(map(_bounds, sources))
+    begins, reach = [begin for begin, _ in spans], [*accumulate((end for _, end in spans), max)]
+    names = set()
+    for name, target in targets.items():
+        begin, end = _bounds(target)
+        count = bisect_left(begins, end)  # sources that begin before the target's end
+        if target.size and count and reach[count - 1] > begin:
+            names.add(name)
+    return names
+
+
+_OWNS_DATA = attrgetter("flags.owndata")
+
+
+def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Refuse arrays to fill that share memory, except a single array for tied tensors.
+
+    Tensors of equal bytes have equal ``contents``, and may share memory.
+    """
+    arrays = out.values()
+    if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
+        return
+    spans = {name: (address_of(array), array.nbytes) for name, array in out.items() if array.nbytes}
+    check_spans(spans, spans, contents, "out")
+
+
+def check_spans(
+    spans: Mapping[str, tuple[int, int]],
+    written: Container[str],
+    contents: Callable[[], Mapping[str, Any]],
+    argument: str,
+) -> None:
+    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`."""
+    known: Mapping[str, Any] | None = None
+    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, among written and among kept spans
+    for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
+        writes = name in written
+        for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:
+            if following >= begin + nbytes:
+                continue
+            known = contents() if known is None else known
+            if (begin, nbytes) == (following, size) and known.get(other) == known.get(name, other):
+                continue
+            raise ValueError(
+                f"{argument}: {show(other)} and {show(name)} share memory; pass an array of its own for each tensor"
+            )
+        if following + size > sum(last[writes][:2]):
+            last[writes] = (following, size, name)
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the first byte that an array of any strides uses, and one past the last."""
+    begin = end = array.__array_interface__["data"][0]
+    if not array.size:
+        return begin, end
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        reach = (length - 1) * stride
+        begin, end = begin + min(reach, 0), end + max(reach, 0)
+    return begin, end + array.dtype.itemsize

@@ -24,6 +24,8 @@ from .tensors import Lazy
 
 # Hashing fewer bytes takes less time than handing them to a thread.
 _ALONE = 1 << 20
+# A file of up to this size is written without a job, which would take longer than the system call.
+_SHORT_FILE = 1 << 20
 # Buffer for tensors that are not in C order, so that they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
@@ -68,14 +70,11 @@ class AtomicFile:
         self._position = 0
         try:
             self._begin(size, follow)
-            return
         except OSError as error:
             shown = error.errno is None or error.filename == self.path  # not a temporary or resolved path
-            refusal = unwritable(error if shown else type(error)(error.errno, error.strerror, self.path), self.path)
-        try:
-            raise refusal
-        finally:
-            del refusal  # which refers to this frame
+            raise unwritable(
+                error if shown else type(error)(error.errno, error.strerror, self.path), self.path
+            ) from None
 
     def _begin(self, size: int, follow: bool) -> None:
         try:
@@ -114,14 +113,22 @@ class AtomicFile:
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
         with nullcontext() if self._digest is None else self._digest.adding(pieces):
-            self._position = jobs.write(
-                _handle(self.descriptor),
-                self._position,
-                pieces,
-                path=self.path,
-                in_order=self.in_order,
-                durable=self._durable,
-            )
+            handle, end = _handle(self.descriptor), self._position
+            if len(pieces) == 1 and end + pieces[0][1] <= _SHORT_FILE and not self.in_order:
+                (address, size), error = pieces[0], Error()
+                check(lib.sl_file_write(handle, end, ffi.cast("void *", address), size, error), error, self.path)
+                end += size
+            else:  # the system can begin to write a durable file to the disk at once
+                op = lib.SL_OP_APPEND if self.in_order else lib.SL_OP_WRITE_BACK if self._durable else lib.SL_OP_WRITE
+                rows = []
+                for address, size in pieces:
+                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0))
+                    end += size
+                table, files, total = np.array(rows, dtype=jobs.JOB), [handle] * len(rows), end - self._position
+                failed = jobs.Job(handle, 0, 0, 0, origin=jobs.Origin("", path=self.path))
+                # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
+                jobs.run_jobs(table, files, total, 1, report=bool, job=lambda _: failed)
+            self._position = end
 
     def copy(self, descriptor: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Append ranges (begin, size) of an open file, copied or shared by the system if it can, neighbours at once."""
@@ -450,7 +457,6 @@ def _short(name: str) -> str:
 
 
 def _temporary_of(path: str) -> str:
-    """Return a new temporary path for a file."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{_short(name)}.{os.urandom(_RANDOM // 2).hex()}{_SUFFIX}")
 

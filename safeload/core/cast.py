@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     element = dtypes.element_dtype(target.number)
     check_threads(threads)
     out = target_array(array.shape, element, out)
-    narrows = target.floating and target.bits < _F32.bits
+    narrows = target.floating and target.bits < dtypes.F32.bits
     if narrows:
         array = _real(array)
     source = dtypes.row_of(array.dtype)
@@ -66,7 +66,7 @@ def _real(array: Array) -> Array:
     """Drop the imaginary part of complex numbers (NumPy warns), and round long doubles to odd float64."""
     if array.dtype.kind == "c":
         array = array.astype(array.dtype.char.lower())
-    if array.dtype.kind != "f" or array.dtype.itemsize <= _F64.block_bytes:
+    if array.dtype.kind != "f" or array.dtype.itemsize <= dtypes.F64.block_bytes:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         near = array.astype(np.float64)
@@ -102,7 +102,6 @@ def target_array(shape: tuple[int, ...], dtype: np.dtype[Any], out: Array | None
     return out
 
 
-_F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _F32_ODD = dtypes.of_number(lib.SL_F32_ODD)  # float32, rounded to odd
 
 # A copy along an axis of this many elements fills the cache lines it touches.
@@ -111,13 +110,12 @@ _LINE = 16
 _MAX_PLANES = 1 << 14
 
 
-# An axis of a copy: its length, and the bytes between elements in the source and in the destination.
-_Axis: TypeAlias = tuple[int, int, int]
+def _merged_axes(array: Array, itemsize: int) -> list[tuple[int, int, int]]:
+    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis.
 
-
-def _merged_axes(array: Array, itemsize: int) -> list[_Axis]:
-    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis."""
-    axes: list[_Axis] = []
+    An axis is its length, and the bytes between elements in the source and in the destination.
+    """
+    axes: list[tuple[int, int, int]] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         inner, *steps = axes[-1] if axes else (1, 0, itemsize)
         if axes and inner * steps[0] == stride:
@@ -155,6 +153,6 @@ def _in_core(source: dtypes.Dtype, target: dtypes.Dtype, array: Array) -> bool:
         return False
     if source is target:
         return True
-    if not source.floating and not (target.floating and target.bits <= _F32.bits):  # float32 lies between
+    if not source.floating and not (target.floating and target.bits <= dtypes.F32.bits):  # float32 lies between
         return False
     return source.converts_to(target)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
@@ -14,7 +14,7 @@ from .arrays import Array, TensorLike
 from .cast import astype
 from .files import LOCAL, Located, Location
 from .forking import cached_property
-from .load import DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
+from .load import DtypeLike, LoadStats, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
 from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
@@ -22,7 +22,7 @@ from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .paths import PathLike
 from .progress import Progress
-from .quantized_tensor import dequantize_index, read_index, take_rows
+from .quantized_tensor import QuantizedTensor, read_index, take_rows
 from .registry import (
     GGUF,
     KERAS,
@@ -40,16 +40,16 @@ from .registry import (
 from .runtime import debug, paused
 from .showing import TensorInfos, as_html
 from .slice import TAKE, read_slice
-from .table import TensorInfo, distinct, hidden, missing
+from .table import TensorInfo, distinct
 from .tensors import FileTensor, Tensors
-from .text import error_about, plural, show
-from .weight_file import WeightFile, infos_of, quantization_in
+from .text import error_about, hidden, missing, plural, show
+from .weight_file import WeightFile
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .signature import Verify
-    from .stream import LayerStream, Order, Out, StreamOptions, TensorStream
+    from .stream import LayerStream, Order, Out, TensorStream
 
 # Indices of rows: integers, or a boolean mask.
 Rows: TypeAlias = Sequence[int] | Array
@@ -142,10 +142,11 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
     if packed is not None or file.table.is_quantized(index):
         target = target or dtypes.BY_CODE["F32"]
         result = dtypes.array_dtype(target.number)
-        if packed is None:
-            read, shape = lambda indices: dequantize_index(checkpoint[name], indices, result), file.table.shape(index)
-        else:
-            read, shape = partial(read_index, packed, dtype=result, name=name), packed.packing.shape
+        shape = file.table.shape(index) if packed is None else packed.packing.shape
+
+        def read(indices: tuple[Any, ...]) -> Array:
+            return read_index(checkpoint[name] if packed is None else packed, indices, result, name)
+
         return TensorSlice(read, result, shape, lambda _: partial(checkpoint.get_slice, name, dtype=target.name))
     row = file.table.row(index)
     if target is not None and row.packed:
@@ -170,6 +171,59 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
 
 
 # ---- a checkpoint ----
+
+# The value of a loaded tensor.
+Value: TypeAlias = Array | QuantizedTensor
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of every function that loads; see `Checkpoint.load`."""
+
+    only: Patterns
+    drop: Patterns
+    backend: Backend
+    out: Mapping[str, Array] | None
+    threads: int | None
+    progress: Progress
+
+
+class StreamOptions(TypedDict, total=False):
+    """Options of `Checkpoint.stream`."""
+
+    only: Patterns
+    drop: Patterns
+    ahead: int | str
+    order: Order
+    out: Out
+    threads: int | None
+    progress: Progress
+
+
+class Views:
+    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, Value] = {}
+        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
+
+    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Value:
+        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
+        if (found := self._arrays.get(name)) is not None:
+            return found
+        aliases = aliases_of(name)
+        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
+        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
+            loaded = self._groups.setdefault(aliases[0][0], loaded)
+            self._arrays.update(loaded)
+        array: Value = self._arrays.setdefault(name, loaded[name])
+        return array
+
+    def clear(self) -> None:
+        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
+        self._arrays.clear()
+        self._groups.clear()
+        self._mappings.clear()
 
 
 @exported()
@@ -252,8 +306,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     @public
     def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        array: TensorLike | None = self._views.find(name)
-        return self._views.make(name, self._aliases(name)) if array is None else array
+        return self._views.find(name, self._aliases)
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
@@ -600,6 +653,21 @@ class Checkpoint(Mapping[str, TensorLike]):
 
 
 # ---- for safeload's own modules ----
+
+
+def infos_of(
+    files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
+) -> Iterable[tuple[str, TensorInfo]]:
+    """Return the name and description of each tensor of files."""
+    if where is None:
+        return zip(files[0].table.names, files[0].infos(), strict=True)
+    infos = {file: file.infos() for file in files}
+    return ((name, infos[file][index]) for name, (file, index) in where.items())
+
+
+def quantization_in(files: Iterable[WeightFile]) -> str | None:
+    """Return the dequantization configuration of the packed tensors of files, as JSON; None if none is packed."""
+    return next((codes.packing.config for file in files for codes in file.table.packed.values()), None)
 
 
 def file_notes_of(checkpoint: Checkpoint) -> Sequence[str]:

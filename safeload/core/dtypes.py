@@ -74,6 +74,7 @@ def _row(number: int) -> Dtype | None:
 TABLE = tuple(row for row in map(_row, range(lib.SL_DTYPE_COUNT)) if row is not None)
 SAFETENSORS = TABLE[: lib.SL_SAFETENSORS_COUNT]
 BY_CODE = {row.code: row for row in TABLE}
+F32, F64 = BY_CODE["F32"], BY_CODE["F64"]
 BY_NAME = {row.name: row for row in TABLE}
 # GGUF's block types, by lower-case name.
 BLOCK_TYPES = {row.name: row for row in map(_row, range(lib.SL_GGML, lib.SL_DTYPE_LIMIT)) if row is not None}

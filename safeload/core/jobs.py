@@ -28,8 +28,6 @@ SLICE_MS = 50
 DIRECT_SLICE_MS = 200
 # True if this machine is not little-endian like the files.
 _SWAPS = sys.byteorder == "big"
-# A file of up to this size is written without a job, which would take longer than the system call.
-_SHORT_FILE = 1 << 20
 # Memory for the scales of packed codes in a group of jobs.
 _PREPARED_BYTES = 64 << 20
 
@@ -43,10 +41,7 @@ class JobGrid(NamedTuple):
 
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_grid``."""
-        return dict(zip(_GRID_FIELDS, (self.rows, self.columns, *self.strides), strict=True))
-
-
-_GRID_FIELDS = [name for name, _ in ffi.typeof("sl_grid").fields]
+        return dict(zip(_GRID.names or (), (self.rows, self.columns, *self.strides), strict=True))
 
 
 class Channels(NamedTuple):
@@ -351,37 +346,6 @@ def run_columns(
         return Job(ordered[index], *place, origin=origin(int(order[index])))
 
     run_jobs(table, ordered, int(sizes.sum()), threads, report=report, job=job)
-
-
-def write(
-    handle: int,
-    position: int,
-    pieces: Sequence[tuple[int, int]],
-    *,
-    path: str,
-    in_order: bool,
-    durable: bool,
-) -> int:
-    """Write memory to an open file, and return the position after it.
-
-    Devices and pipes have no positions and need ``in_order``; ``durable`` lets the system begin to write to the disk at
-    once.
-    """
-    if len(pieces) == 1 and position + pieces[0][1] <= _SHORT_FILE and not in_order:
-        address, size = pieces[0]
-        error = Error()
-        check(lib.sl_file_write(handle, position, ffi.cast("void *", address), size, error), error, path)
-        return position + size
-    op = lib.SL_OP_APPEND if in_order else lib.SL_OP_WRITE_BACK if durable else lib.SL_OP_WRITE
-    rows, begin = [], position
-    for address, size in pieces:
-        rows.append((handle, position, address, size, 0, 0, op, 0, 0, 0, 0, 0))
-        position += size
-    failed = Job(handle, 0, 0, 0, origin=Origin("", path=path))
-    # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
-    files, total = [handle] * len(rows), position - begin
-    run_jobs(np.array(rows, dtype=JOB), files, total, 1, report=lambda done: None, job=lambda index: failed)
-    return position
 
 
 def _affordable(packed: Sequence[Any], begin: int) -> int:

@@ -8,54 +8,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter, eq
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
-from .arrays import Array, ArraySpec, array_over, check_mapping, foreign_order, not_an_array, over, refuse_masked
-from .jobs import Batch, Job, moving, read_small
+from .arrays import Array, ArraySpec, array_over, check_disjoint, check_fits, check_out_names, foreign_order, over
+from .jobs import Batch, Job, moving
 from .memory import (
     ALIGNMENT,
     HUGE_FROM,
     POOLED_BELOW,
-    Backend,
     aligned_bytes,
     check_backend,
-    check_disjoint,
     check_threads,
     private_array,
     thread_count,
 )
-from .native import address_of, ffi, lib, pointer, short
+from .native import address_of
 from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
-from .store import LocalStore, mapping_of
-from .table import Entry
-from .tensors import (
-    CONVERT,
-    EMPTY,
-    READ,
-    STRIDED,
-    VIEW,
-    FileTensor,
-    ReadPlan,
-    Tensors,
-    decide,
-    viewable,
-)
+from .store import mapping_of
+from .table import overlap_groups
+from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, viewable
 from .text import show
 from .weight_file import WeightFile, is_remote
 
 if TYPE_CHECKING:
-    from .names import Patterns
     from .quantized_tensor import QuantizedTensor
 
-_F64 = dtypes.BY_CODE["F64"]
 # Target dtypes of loading, in the order of messages.
-_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if _F64.converts_to(row))
+_TARGETS = tuple(row for row in reversed(dtypes.TABLE) if dtypes.F64.converts_to(row))
 
 # `safe_open` reads smaller tensors and slices with any backend: a view would save less than the mapping costs, and a
 # system call costs less than a batch of jobs.
@@ -63,17 +48,6 @@ VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
 
 # Dtypes for `parse_target`.
 DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
-
-
-class LoadOptions(TypedDict, total=False):
-    """Options of every function that loads; see `Checkpoint.load`."""
-
-    only: Patterns
-    drop: Patterns
-    backend: Backend
-    out: Mapping[str, Array] | None
-    threads: int | None
-    progress: Progress
 
 
 @exported()
@@ -185,86 +159,8 @@ def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
     return arrays
 
 
-def check_out_names(out: Mapping[str, Array], names: Iterable[str], operation: str) -> None:
-    """Check that ``out`` has arrays only for these tensors."""
-    check_mapping(out, "out")
-    unknown = sorted(set(out) - set(names), key=str)
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this {operation}")
-
-
-class Views:
-    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Value] = {}
-        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
-
-    def find(self, name: str) -> Value | None:
-        """Return the array of an earlier access, or None."""
-        return self._arrays.get(name)
-
-    def make(self, name: str, aliases: Sequence[FileTensor]) -> Value:
-        """Create the array of a tensor. ``aliases`` are the tensor and all tensors that share bytes with it."""
-        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
-        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
-            loaded = self._groups.setdefault(aliases[0][0], loaded)
-            self._arrays.update(loaded)
-        array: Value = self._arrays.setdefault(name, loaded[name])
-        return array
-
-    def clear(self) -> None:
-        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
-        self._arrays.clear()
-        self._groups.clear()
-        self._mappings.clear()
-
-
-# ---- single small tensors ----
-
-
-# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
-_WINDOW, _COPIED = 64 << 10, 16 << 10
-
-
-class Window:
-    """Small tensors of a file. Any thread may use it.
-
-    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
-    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
-    """
-
-    def __init__(self) -> None:
-        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
-        self._content: tuple[int, int, Any] = 0, 0, None
-        self._next = -1  # end of the last tensor
-
-    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
-        """Return a tensor in its own memory; the file must not change between calls."""
-        if not file.table.plain:
-            return read_small(file, *file.table.layout(index)[:4])
-        number, shape, begin, end = entry
-        dtype, store = dtypes.array_dtype(number), file.store
-        first, last, memory = self._content
-        follows, self._next = begin == self._next, end
-        if not (first <= begin and end <= last):
-            near = follows or end - begin < file.size - begin <= _WINDOW
-            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
-                return read_small(file, dtype, shape, begin, end)
-            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
-            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
-            address = pointer(ffi.from_buffer(memory))
-            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
-                return read_small(file, dtype, shape, begin, end)
-            self._content = first, first + memory.size, memory
-        return np.array(array_over(memory, dtype, shape, begin - first))
-
-
 # ---- one pass: views of mapped files, and a batch of jobs for all other tensors ----
 
-# The value of a loaded tensor.
-Value: TypeAlias = "Array | QuantizedTensor"
 # Allocates arrays.
 Memory: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -341,7 +237,7 @@ def deliver(
 
 def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
     """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
-    _, file, index = tensors[0]
+    ((_, file, index),) = tensors
     if file.table.shaped or file.table.quantized:
         return None
     spec = file.table.layout(index)
@@ -368,7 +264,6 @@ def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
 
 
 def _views(plan: ReadPlan, buffer: Any) -> Iterable[tuple[str, Array]]:
-    """Return the views of a mapped file with their names."""
     which = plan.of_way(VIEW)
     if plan.file.table.shaped:
         specs = [(plan.names[k], plan.spec(k)) for k in which]
@@ -442,23 +337,6 @@ def refuse_own_files(out: Mapping[str, Array], files: Iterable[WeightFile]) -> N
 def stored_in_parts(name: str, packed: Packed) -> ValueError:
     """Return the error for an array of ``out`` if its packed tensor is not dequantized."""
     return ValueError(f"out: tensor {show(name)} is stored as {packed.packing.label}: pass dtype= to dequantize it")
-
-
-def check_fits(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], out: Mapping[str, Array]) -> None:
-    """Check that ``out`` has an array for a tensor, and that the array fits."""
-    array = out.get(name)
-    if array is None:
-        raise ValueError(f"out: no array for tensor {show(name)}")
-    refuse_masked(array, f"out: {show(name)}")
-    if not isinstance(array, np.ndarray):
-        raise not_an_array(f"out: {show(name)}", array)
-    if array.dtype != dtype or array.shape != shape:
-        raise ValueError(
-            f"out: {show(name)} is {array.dtype} {show(list(array.shape))}, but the tensor needs {dtype} "
-            f"{show(list(shape))}"
-        )
-    if not array.flags.carray:
-        raise ValueError(f"out: {show(name)} must be C-contiguous, aligned and writable")
 
 
 # ---- reading ----
@@ -552,7 +430,12 @@ class Reads:
         """
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
-        steps = {source: _step(source, to, least) for source, to in set(zip(sources, plan.targets, strict=True))}
+        # By dtype: bits to be zero in an address, bytes of a block in file and memory, and the dtype if converted.
+        steps: dict[int, tuple[int, int, int, int]] = {}
+        for source, to in set(zip(sources, plan.targets, strict=True)):
+            row, dtype = dtypes.BY_NUMBER[source], dtypes.array_dtype(to)
+            sizes = (1, 1, 0) if source == to else (row.block_bytes, row.block * dtype.itemsize, source + 1)
+            steps[source] = max(dtype.alignment, least) - 1, *sizes
         members: dict[int, int] = {}  # of the pool: offsets by position in the plan
         runs: list[list[int]] = []  # per job: first member, first byte in the file, one past the last, offset
         at, previous, values = 0, -1, -1
@@ -599,13 +482,6 @@ class Reads:
             for name, spec in block.members.items():
                 out = self._array(name, spec.shape, spec.dtype) if own else None
                 self._arrays[name] = block.finish(spec, out, threads)
-
-
-def _step(source: int, target: int, least: int) -> tuple[int, int, int, int]:
-    """Return address bits to be zero in an array, bytes of a block in file and memory, and the dtype if converted."""
-    dtype, row = dtypes.array_dtype(target), dtypes.BY_NUMBER[source]
-    mask = max(dtype.alignment, least) - 1
-    return (mask, 1, 1, 0) if source == target else (mask, row.block_bytes, row.block * dtype.itemsize, source + 1)
 
 
 # ---- non-contiguous, big-endian and overlapping tensors ----
@@ -662,23 +538,19 @@ def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
     Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
     C-contiguous arrays of their own; plain ones (contiguous, little-endian, without aliases) are returned apart.
     """
-    specs = {k: plan.spec(k) for k in plan.of_way(STRIDED)}
-    groups: list[list[int]] = []
-    swap, reach = 0, -1
-    for k in sorted(specs, key=lambda k: (_swap(specs[k]), specs[k].begin)):
-        if groups and _swap(specs[k]) == swap and specs[k].begin < reach:
-            groups[-1].append(k)
-            reach = max(reach, specs[k].end)
-        else:
-            groups.append([k])
-            swap, reach = _swap(specs[k]), specs[k].end
+    rows = sorted(plan.of_way(STRIDED), key=plan.begins.__getitem__)
+    sharing = overlap_groups([plan.begins[k] for k in rows], [plan.ends[k] for k in rows])
+    groups: dict[tuple[int, int], dict[int, ArraySpec]] = {}
+    for place, k in enumerate(rows):
+        spec = plan.spec(k)
+        groups.setdefault((_swap(spec), sharing.get(place, [place])[0]), {})[k] = spec
     plain, blocks = [], []
-    for group in groups:
-        first = specs[group[0]]
-        if len(group) == 1 and first.strides is None and not first.big_endian:
-            plain += group
+    for specs in groups.values():
+        (k, spec), *others = specs.items()
+        if not others and spec.strides is None and not spec.big_endian:
+            plain.append(k)
         else:
-            blocks.append(Block(plan.file, {plan.names[k]: specs[k] for k in group}, batch))
+            blocks.append(Block(plan.file, {plan.names[k]: spec for k, spec in specs.items()}, batch))
     return plain, blocks
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import operator
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from .._version import __version__
 from ..errors import SafeloadError, UnsupportedError
 from .arrays import Array, array_over
-from .native import TIER, address_of, available_tiers, ffi, lib, private_buffer, tier_name
+from .native import address_of, private_buffer
 from .text import show
 
 _Item = TypeVar("_Item")
@@ -33,75 +30,6 @@ HUGE_FROM = 2 << 20
 ALIGNMENT = 64
 # Unit of direct reads: SL_DIRECT_PAGE in the core.
 PAGE = 4096
-
-
-def overlapping(targets: Mapping[str, Array], sources: Iterable[Array]) -> set[str]:
-    """Return the names of targets overlapping the memory of a source, gaps between elements included."""
-    ends: list[int] = []
-    begins: list[int] = []
-    for begin, end in sorted(map(_bounds, sources)):
-        if ends and begin <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            begins.append(begin)
-            ends.append(end)
-    names = set()
-    for name, target in targets.items():
-        begin, end = _bounds(target)
-        at = bisect_right(ends, begin)  # the first merged source with an end behind the target's beginning
-        if target.size and at < len(begins) and begins[at] < end:
-            names.add(name)
-    return names
-
-
-_OWNS_DATA = attrgetter("flags.owndata")
-
-
-def check_disjoint(out: Mapping[str, Array], contents: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Refuse arrays to fill that share memory, except a single array for tied tensors.
-
-    Tensors of equal bytes have equal ``contents``, and may share memory.
-    """
-    arrays = out.values()
-    if all(map(_OWNS_DATA, arrays)) and len(set(map(id, arrays))) == len(arrays):
-        return
-    spans = {name: (address_of(array), array.nbytes) for name, array in out.items() if array.nbytes}
-    check_spans(spans, spans, contents, "out")
-
-
-def check_spans(
-    spans: Mapping[str, tuple[int, int]],
-    written: Container[str],
-    contents: Callable[[], Mapping[str, Any]],
-    argument: str,
-) -> None:
-    """Refuse memory that is written under two names, or written and kept; see `check_disjoint`."""
-    known: Mapping[str, Any] | None = None
-    last = {True: (0, 0, ""), False: (0, 0, "")}  # the span that ends last, among written and among kept spans
-    for name, (following, size) in sorted(spans.items(), key=itemgetter(1)):
-        writes = name in written
-        for begin, nbytes, other in [last[True], *([last[False]] if writes else [])]:
-            if following >= begin + nbytes:
-                continue
-            known = contents() if known is None else known
-            if (begin, nbytes) == (following, size) and known.get(other) == known.get(name, other):
-                continue
-            raise ValueError(
-                f"{argument}: {show(other)} and {show(name)} share memory; pass an array of its own for each tensor"
-            )
-        if following + size > sum(last[writes][:2]):
-            last[writes] = (following, size, name)
-
-
-def _bounds(array: Array) -> tuple[int, int]:
-    """Return the first byte that an array of any strides uses, and one past the last."""
-    begin = end = array.__array_interface__["data"][0]
-    if not array.size:
-        return begin, end
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        reach = (length - 1) * stride
-        begin, end = begin + min(reach, 0), end + max(reach, 0)
-    return begin, end + array.dtype.itemsize
 
 
 def aligned_bytes(size: int) -> Array:
@@ -234,32 +162,3 @@ def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> i
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS must be a number from 1 to {MOST_THREADS:,}, got {show(setting)}")
     return int(setting)
-
-
-def show_config() -> None:
-    """Print versions, the instruction set in use, the number of threads and the compiler.
-
-    Example:
-        >>> import safeload
-        >>> safeload.show_config()
-        safeload         ...
-        python           CPython ...
-        numpy            ...
-        instruction set  ...
-        threads          ...
-        compiler         ...
-    """
-    import platform  # only here: few programs ask
-
-    alternatives = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
-    instructions = f"{tier_name(TIER)} (SAFELOAD_ISA can be {alternatives})" if alternatives else tier_name(TIER)
-    rows = {
-        "safeload": __version__,
-        "python": f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}",
-        "numpy": np.__version__,
-        "instruction set": instructions,
-        "threads": f"{available_cpus()} at most (SAFELOAD_NUM_THREADS)",
-        "compiler": str(ffi.string(lib.sl_compiler()), "utf-8"),
-    }
-    for name, value in rows.items():
-        print(f"{name:16} {value}")

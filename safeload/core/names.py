@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import NoMatchError
 from .arrays import check_mapping
 from .runtime import paused
-from .table import distinct, similar
-from .text import clip, plural, show
+from .table import distinct
+from .text import clip, plural, show, similar
 
 #: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
 #: writes.

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from threading import RLock
 from typing import Any, TypeAlias
@@ -70,24 +71,18 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 SILENT: AbstractContextManager[Callable[[int], object]] = nullcontext(bool)
 
 
-def reporter(progress: Progress, total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """Return the context of a function that takes the bytes done and reports them as ``progress`` specifies."""
-    if callable(progress):
-        return nullcontext(lambda done: progress(done, total))
-    return _whole(total) if progress else SILENT
-
-
 @contextmanager
-def _whole(total: int) -> Iterator[Callable[[int], object]]:
-    with bar("safeload", leave=True) as draw:
-        yield lambda done: draw(done, total)
+def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function that takes the bytes done and reports them as ``progress`` specifies."""
+    with bars(progress, leave=True)("safeload") as report:
+        yield bool if report is None else lambda done: report(done, total)
 
 
 class Meter:
     """Count bytes for a progress report. Any thread may use it."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._reporter: Any = reporter(progress, total)
+        self._reporter: Any = reporter(progress, total) if progress else SILENT
         self._report: Callable[[int], object] | None = self._reporter.__enter__() if progress else None
         self._called = callable(progress)
         self._total, self._done = total, 0
@@ -111,21 +106,19 @@ class Meter:
                 self._report = None
 
 
-def bars(progress: Progress) -> Bars:
+def bars(progress: Progress, *, leave: bool = False) -> Bars:
     """Return the bars of work in several steps, as ``progress`` specifies."""
     if callable(progress):
         return lambda label: nullcontext(progress)
-    return bar if progress else lambda label: nullcontext()
+    return partial(bar, leave=leave) if progress else lambda label: nullcontext()
 
 
 def _write(text: str) -> None:
     """Write text to stderr. Errors are ignored: work must not fail because its bar cannot be shown."""
-    try:
-        if sys.stderr is not None:
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
             sys.stderr.write(text)
             sys.stderr.flush()
-    except (OSError, ValueError):
-        pass
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from .restore import (
     restore_jobs,
     row_unit,
     rows_apart,
-    rows_range,
     settled,
     values_before,
     whole,
@@ -36,11 +35,6 @@ from .slice import TAKE, axes_of, positions_in, read_rows, rows_as_stored
 from .table import Scale
 from .text import error_about
 from .weight_file import WeightFile
-
-_F32 = dtypes.BY_CODE["F32"]
-
-# Keys of `QuantizedTensor.parts` without a name in a file.
-_UNNAMED = {CODES: "data"}
 
 
 @exported()
@@ -125,7 +119,8 @@ class QuantizedTensor:
     def parts(self) -> dict[str, Array]:
         """The stored arrays by name."""
         if self.packing is not None:
-            return {self.names.get(role, _UNNAMED.get(role, role)): array for role, array in self.roles.items()}
+            unnamed = {CODES: "data"}
+            return {self.names.get(role, unnamed.get(role, role)): array for role, array in self.roles.items()}
         return {"data": self.data} if self.scale is None else {"data": self.data, "scale": self.scale}
 
     @property
@@ -169,7 +164,7 @@ class QuantizedTensor:
             ValueError: ``out`` does not fit.
         """
         target = dtypes.parse(dtype)
-        row = scheme_row(self.scheme) if self.packing is None and self.scheme != INT8 else _F32
+        row = scheme_row(self.scheme) if self.packing is None and self.scheme != INT8 else dtypes.F32
         if not target.floating or target.packed or not row.converts_to(target):
             raise UnsupportedError(f"cannot dequantize {self.scheme} to {target.name}")
         check_threads(threads)
@@ -260,14 +255,6 @@ class QuantizedTensor:
         return type(self), (self.scheme, self.shape, self.data, self.scale, self.axis)
 
 
-def dequantize_index(tensor: QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any]) -> Array:
-    """Return elements of a quantized tensor, dequantizing only the selected rows of the first axis."""
-    axes, after = axes_of(index, tensor.shape, TAKE)
-    start, stop = span_of(axes) if len(axes) > 1 else (0, None)
-    values = (tensor if stop is None else tensor[start:stop]).dequantize(dtype)
-    return part_of(values, axes, after, start)
-
-
 def _bytes(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -316,9 +303,8 @@ _OF_ALL = frozenset(
 )  # fmt: skip
 
 
-# Parts by role, and the packing and the parts of selected rows.
+# Parts by role.
 _Parts: TypeAlias = "Mapping[str, PartRows]"
-_Selected: TypeAlias = tuple[Packing, dict[str, Array]]
 
 
 def row_block(packed: Packing, parts: _Parts) -> int:
@@ -358,18 +344,23 @@ def rows_of(packed: Packing, names: Mapping[str, str], parts: _Parts, runs: Sequ
         )
     shape = (sum(run.stop - run.start for run in runs), *packed.shape[1:])
     changed, scales = packed._replace(shape=shape), _times(runs, _scales_per_row(packed))
-    sliced: dict[str, Array] = {}
     if packed.flat and grid is not None:
         scales = _over(_times(runs, math.prod(shape[1:])), grid.column_block)
         changed, sliced = _rows_of_flat(changed, parts, runs, scales)
-    elif len(shape) > 2:
-        changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
-        for role, part in parts.items():
-            shared = role in _OF_ALL or (grid is not None and grid.shared) or part.size == 1
-            if role == packing.CODES or not shared:
-                sliced[role] = part.along(runs, rows)
+    elif len(shape) == 2 and by_columns(packed):
+        changed, sliced = _rows_by_columns(changed, parts, runs)
     else:
-        changed, sliced = (_rows_by_columns if by_columns(packed) else _rows_of_matrix)(changed, parts, runs)
+        axes = _axes_of_rows(packed, parts)
+        sliced = {role: parts[role].along(_over(runs, block), length) for role, (block, length) in axes.items()}
+        if len(shape) > 2:
+            changed = changed._replace(matrices=shape[0] * (packed.matrices // max(1, rows)))
+        elif grid is not None and grid.rows > 1:
+            count = sum(run.stop - run.start for run in _over(runs, row_unit(packed)))
+            changed = changed._replace(rows=shape[0], grid=grid._replace(rows=count))
+        else:
+            changed = changed._replace(rows=shape[0], grid=grid and grid._replace(row_block=max(1, shape[0])))
+        if packing.OFFSETS in parts:
+            sliced.update(_rows_of_masked(packed, parts, runs))
     if packing.SHAPE in parts:
         sliced[packing.SHAPE] = parts[packing.SHAPE].whole().copy()
         if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
@@ -385,13 +376,33 @@ def rows_of(packed: Packing, names: Mapping[str, str], parts: _Parts, runs: Sequ
     return QuantizedTensor.of_parts(changed, names, arrays)
 
 
+def _axes_of_rows(packed: Packing, parts: _Parts) -> dict[str, tuple[int, int]]:
+    """Return, for each part with an axis of rows, the rows per element of this axis, and its length."""
+    grid, rows = packed.grid, packed.shape[0]
+    if len(packed.shape) > 2:
+        shared = grid is not None and grid.shared
+        return {
+            role: (1, rows)
+            for role, part in parts.items()
+            if role == packing.CODES or not (shared or role in _OF_ALL or part.size == 1)
+        }
+    axes = dict.fromkeys((packing.MASK, packing.CODES), (1, packed.rows))
+    if packing.OFFSETS in parts:  # rows have different numbers of codes
+        del axes[packing.CODES]
+    if grid is not None and grid.rows > 1:
+        block, together = row_unit(packed), _rows_in_word(packed.zeros)
+        axes.update(dict.fromkeys((packing.SCALE, packing.BIAS), (block, grid.rows)))
+        axes[packing.ZERO] = block * together, -(-grid.rows // together)
+    return {role: axis for role, axis in axes.items() if role in parts}
+
+
 def cut_run(runs: Sequence[slice], unit: int, rows: int) -> slice | None:
     """Return the first run that is not whole blocks of rows, or None; the last run may end within the last block."""
     cut = (run for run in runs if run.start % unit or (run.stop % unit and (run is not runs[-1] or run.stop != rows)))
     return next(cut, None)
 
 
-def _rows_by_columns(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
+def _rows_by_columns(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> tuple[Packing, dict[str, Array]]:
     """`rows_of` for a matrix with codes in columns."""
     count, length, zeros, sliced = packed.shape[0], max(1, packed.columns), packed.zeros, dict[str, Array]()
     for role in filter(parts.__contains__, (packing.CODES, packing.SCALE, packing.ZERO)):
@@ -408,30 +419,9 @@ def _rows_by_columns(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _
     return packed, sliced
 
 
-def _rows_of_matrix(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> _Selected:
-    """`rows_of` for a matrix with codes in rows."""
-    count, grid, block = packed.shape[0], packed.grid, row_unit(packed)
-    if packed.layout == packing.MASKED:
-        sliced = _rows_of_masked(packed, parts, runs)
-    else:
-        sliced = {packing.CODES: parts[packing.CODES].along(runs, packed.rows)}
-    if grid is not None and grid.rows > 1:
-        for role in filter(parts.__contains__, (packing.SCALE, packing.ZERO, packing.BIAS)):
-            shared = _rows_in_word(packed.zeros) if role == packing.ZERO else 1
-            sliced[role] = parts[role].along(_over(runs, block * shared), -(-grid.rows // shared))
-        grid = grid._replace(rows=sum(run.stop - run.start for run in _over(runs, block)))
-    elif grid is not None:
-        grid = grid._replace(row_block=max(1, count))
-    return packed._replace(rows=count, grid=grid), sliced
-
-
 def _rows_of_masked(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> dict[str, Array]:
-    """Return runs of rows of the mask and of the values."""
-    mask = {packing.MASK: parts[packing.MASK].along(runs, packed.rows)}
-    codes = parts[packing.CODES]
-    if packing.OFFSETS not in parts:
-        return {**mask, packing.CODES: codes.along(runs, packed.rows)}
-    offsets = parts[packing.OFFSETS].whole()
+    """Return the values of runs of rows, and the number of values before each row."""
+    codes, offsets = parts[packing.CODES], parts[packing.OFFSETS].whole()
     values, moved, before = [], [offsets[:0]], 0
     for run in runs:
         begin, end = (int(offsets[k]) if k < packed.rows else codes.size for k in (run.start, run.stop))
@@ -442,10 +432,12 @@ def _rows_of_masked(packed: Packing, parts: _Parts, runs: Sequence[slice]) -> di
         values.append(slice(begin, end))
         moved.append(offsets[run] - offsets[run][:1] + offsets.dtype.type(before))
         before += end - begin
-    return {**mask, packing.CODES: codes.ranges(values), packing.OFFSETS: np.concatenate(moved)}
+    return {packing.CODES: codes.ranges(values), packing.OFFSETS: np.concatenate(moved)}
 
 
-def _rows_of_flat(packed: Packing, parts: _Parts, runs: Sequence[slice], blocks: Sequence[slice]) -> _Selected:
+def _rows_of_flat(
+    packed: Packing, parts: _Parts, runs: Sequence[slice], blocks: Sequence[slice]
+) -> tuple[Packing, dict[str, Array]]:
     """`rows_of` for a flat tensor with blocks across rows."""
     grid, inner, codes = packed.grid, math.prod(packed.shape[1:]), parts[packing.CODES]
     assert grid is not None
@@ -483,46 +475,36 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
-def read_index(packed: Packed, index: tuple[Any, ...], dtype: np.dtype[Any], name: str) -> Array:
-    """Return elements of a packed tensor of a file, dequantizing only the selected rows of the first axis."""
-    shape = packed.packing.shape
+def read_index(tensor: Packed | QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any], name: str = "") -> Array:
+    """Return elements of a packed tensor of a file, or of a tensor in memory, dequantizing only the selected rows."""
+    shape = tensor.shape if isinstance(tensor, QuantizedTensor) else tensor.packing.shape
     axes, after = axes_of(index, shape, TAKE)
-    part = _range_of(packed.packing, span_of(axes))
-    row = dtypes.BY_NAME[dtype.name]
-    before = values_before(packed.packing, part)
-    flat = private_array((part.values,), dtype)
-    if flat.size:
-        batch = jobs.Batch()
-        batch.jobs += restore_jobs(packed, batch.into(flat) - row.nbytes(before), row.number, name, ranges=(part,))
-        batch.run()
-    inner = math.prod(shape[1:])
-    if packed.packing.flat and inner:
-        first = before // inner + (before % inner > 0)
-        skipped = first * inner - before
-        flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], first * inner
-    values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
-    return part_of(values, axes, after, before // max(1, inner))
-
-
-def span_of(axes: list[range]) -> tuple[int, int]:
-    """Return the range of the first axis that holds the selected positions as start and stop."""
-    if axes and axes[0]:
-        return axes[0][0], axes[0][-1] + 1
-    return 0, 0 if axes else 1
-
-
-def part_of(rows: Array, axes: list[range], after: tuple[Any, ...], first: int) -> Array:
-    """Return the selected elements of rows from ``first`` on as a separate array; for ``after`` see `axes_of`."""
+    start, stop = (axes[0][0], axes[0][-1] + 1) if axes and axes[0] else (0, 0 if axes else 1)
+    if isinstance(tensor, QuantizedTensor):
+        first = start if len(axes) > 1 else 0
+        values = (tensor[start:stop] if len(axes) > 1 else tensor).dequantize(dtype)
+    else:
+        part = _range_of(tensor.packing, start, stop)
+        row, before, inner = dtypes.BY_NAME[dtype.name], values_before(tensor.packing, part), math.prod(shape[1:])
+        flat = private_array((part.values,), dtype)
+        if flat.size:
+            batch = jobs.Batch()
+            batch.jobs += restore_jobs(tensor, batch.into(flat) - row.nbytes(before), row.number, name, ranges=(part,))
+            batch.run()
+        if tensor.packing.flat and inner:  # whole rows of whole blocks
+            skipped = -before % inner
+            flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], before + skipped
+        values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
+        first = before // max(1, inner)
     chosen: list[Any] = [slice(axis.start, axis.stop, axis.step) for axis in axes]
     if axes:
         chosen[0] = slice(axes[0].start - first, axes[0].stop - first, axes[0].step)
-    view: Array = rows[tuple(chosen)][after]
-    return view if view.size == rows.size and view.flags.c_contiguous else view.copy()
+    view: Array = values[tuple(chosen)][after]
+    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
 
 
-def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
+def _range_of(packed: Packing, start: int, stop: int) -> Range:
     """Return the smallest range with these rows that can be dequantized alone."""
-    start, stop = rows
     if packed.flat:
         block, inner = (1 if packed.grid is None else packed.grid.column_block), math.prod(packed.shape[1:])
         begin = start * inner // block * block
@@ -534,8 +516,8 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
         block = row_unit(packed)
         begin = start // block * block
         if by_columns(packed):  # whole words
-            stop = -(-stop // block) * block
-        return rows_range(packed, 0, begin, stop)
+            return Range(0, 1, 0, packed.rows, begin, -(-stop // block) * block - begin)
+        return Range(0, 1, begin, stop - begin, 0, packed.columns)
     return whole(packed)
 
 
@@ -543,13 +525,7 @@ def _range_of(packed: Packing, rows: tuple[int, int]) -> Range:
 
 
 class PartRows:
-    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole.
-
-    Attributes:
-        shape: of the array over the part
-        dtype: of its elements
-        size: number of elements
-    """
+    """A part in memory, or of a file: it is read when rows are selected, and at most once as a whole."""
 
     def __init__(self, part: Part | Array) -> None:
         self._array = None if isinstance(part, Part) else part
@@ -573,11 +549,9 @@ class PartRows:
         A single run of a part in memory is a view.
         """
         divided = self.shape[:1] != (length,)
-        if self._array is not None:
-            array = self._array.reshape(length, self.size // max(1, length)) if divided else self._array
-            view: Array = array[runs[0]] if len(runs) == 1 else array[positions_of(runs)]
-            return view
         shape = (self.size // max(1, length),) if divided else self.shape[1:]
+        if self._array is not None:
+            return _picked(self._array.reshape(length, *shape), runs)
         pitch = math.prod(shape) * self.dtype.itemsize
         positions = positions_of(runs)
         unique, order = _ascending(positions)
@@ -588,9 +562,7 @@ class PartRows:
     def ranges(self, runs: Sequence[slice]) -> Array:
         """Return ranges of the elements in C order, one after the other; a single range in memory is a view."""
         if self._array is not None:
-            flat = self._array.reshape(-1)
-            view: Array = flat[runs[0]] if len(runs) == 1 else flat[positions_of(runs)]
-            return view
+            return _picked(self._array.reshape(-1), runs)
         part, size = self._part, self.dtype.itemsize
         array = private_array((sum(run.stop - run.start for run in runs),), self.dtype)
         batch, at = jobs.Batch(), address_of(array) if array.size else 0
@@ -602,6 +574,12 @@ class PartRows:
             at += nbytes
         batch.run()
         return jobs.native_order(array)
+
+
+def _picked(array: Array, runs: Sequence[slice]) -> Array:
+    """Return runs of the first axis: a view if it is a single run."""
+    picked: Array = array[runs[0]] if len(runs) == 1 else array[positions_of(runs)]
+    return picked
 
 
 def positions_of(runs: Sequence[slice]) -> Array:

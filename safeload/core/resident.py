@@ -62,7 +62,6 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
 
 @cache  # a call takes a tenth of the time of an import statement
 def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
-    """Import the classes of larger files."""
     from .store import LocalStore
     from .weight_file import WeightFile
 
@@ -127,18 +126,31 @@ def _table(address: int | None, place: Sequence[Any]) -> Table:
 
 
 def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
-    """Return the tensors of a file in memory, in the order of their bytes, and its table."""
+    """Return the tensors of a file in memory, in the order of their bytes, and its table, if it has several tensors.
+
+    Copies are writable; the tensors of small files share a copy.
+    """
     view, address, size = _place(data)
     lone = Lone()
     table = short.sl_safetensors_brief(address, size, lone)
+    small = copy and size < HUGE_FROM
     if table is None and _LITTLE:  # a single plain tensor: making a table would take longer than the rest
         numbers = lone_numbers(lone)
         if numbers[0]:
             _, dtype, begin, length, rank = numbers[:5]
             name = lone[native.LONE_NAME : native.LONE_NAME + length].decode()
-            return {name: _single(view, dtype, numbers[5 : 5 + rank], begin, copy=copy)}, None
-    columns = _table(table, (address, size))  # unaligned tensors are copied in any case
-    return copies_of(columns, view) if copy else views_of(columns, view), columns
+            content = memoryview(bytearray(view)) if small else view  # which nobody can resize
+            array = array_over(content, dtypes.array_dtype(dtype), numbers[5 : 5 + rank], begin)
+            return {name: _large_copy(array) if copy and not small else array}, None
+    columns = _table(table, (address, size))
+    if small and columns.plain:
+        return views_of(columns, memoryview(bytearray(view))), columns
+    arrays = views_of(columns, view)
+    with paused(columns.count):
+        for name, array in arrays.items() if copy else ():
+            if array.base is not None:  # unaligned tensors are copies already
+                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
+    return arrays, columns
 
 
 # ---- arrays over them ----
@@ -166,26 +178,6 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
     with paused(table.count):
         views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
         return dict(zip(table.names, views, strict=True))
-
-
-def copies_of(table: Table, content: memoryview) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as writable copies; tensors of small files share one."""
-    if table.plain and content.nbytes < HUGE_FROM:
-        return views_of(table, memoryview(bytearray(content)))  # which nobody can resize
-    arrays = views_of(table, content)
-    with paused(table.count):
-        for name, array in arrays.items():
-            if array.base is not None:
-                arrays[name] = array.copy() if array.nbytes < HUGE_FROM else _large_copy(array)
-    return arrays
-
-
-def _single(content: memoryview, number: int, shape: tuple[int, ...], begin: int, *, copy: bool) -> Array:
-    """Return the only tensor of a file, which would be `Table.plain`, as a writable copy or as a view."""
-    dtype = dtypes.array_dtype(number)
-    if copy and content.nbytes >= HUGE_FROM:
-        return _large_copy(array_over(content, dtype, shape, begin))
-    return array_over(memoryview(bytearray(content)) if copy else content, dtype, shape, begin)
 
 
 def _large_copy(array: Array) -> Array:

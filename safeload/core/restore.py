@@ -21,12 +21,10 @@ from .native import address_of, ffi, lib, short
 from .packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
 from .text import error_about, show
 
-_F32 = dtypes.BY_CODE["F32"]
-
 # float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
 # double the memory of a load.
 _GRID_BYTES = 16 << 20
-# Ranges have a multiple of this many columns of codes: whole words of every width.
+# Ranges have a multiple of this many columns of codes, if they can: whole words of every width.
 _COLUMN_STEP = 32
 # Elements of the longest block of any target dtype.
 _LONGEST_BLOCK = 256
@@ -42,8 +40,6 @@ _GRIDS = {
 }
 # Rules of scales that the core does not compute.
 _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
-# The unused code of ternary planes.
-_NOT_TERNARY = 3
 
 
 # ---- ranges ----
@@ -75,60 +71,37 @@ def whole(packed: Packing) -> Range:
 
 def ranges_of(packed: Packing) -> Iterable[Range]:
     """Divide a tensor into ranges with little memory for scales."""
-    grid, matrices, step, columns = packed.grid, packed.matrices, packed.rows, packed.columns
-    matrix = 0 if grid is None or grid.shared else grid.rows * grid.columns * 4
-    if packed.layout == packing.MASKED and packed.columns:  # by the memory of the bitmask and row offsets
-        cost, unit = _mask_bytes(packed) + 8, 1
-        if grid is not None and grid.rows > 1:
-            cost, unit = cost + 4 * grid.columns, grid.row_block
-        matrices, step = 1, max(1, _GRID_BYTES // (cost * unit)) * unit
-    elif grid is None or matrices * matrix <= _GRID_BYTES:
+    grid = packed.grid
+    matrix = 0 if grid is None or grid.shared else 4 * grid.rows * grid.columns  # bytes for a matrix
+    if packed.layout == packing.MASKED:  # also for the bitmask and row offsets
+        matrix += (_mask_bytes(packed) + 8) * packed.rows
+    if packed.matrices * matrix <= _GRID_BYTES:
         return (whole(packed),)
-    elif packed.flat:
-        return flat_ranges(packed, _GRID_BYTES // 4 * grid.column_block)
-    else:
-        matrices = max(1, _GRID_BYTES // matrix)
-        if matrices == 1 and by_columns(packed):
-            columns = _whole_words(_GRID_BYTES // (grid.rows * 4))
-        elif matrices == 1 and rows_apart(packed):
-            step = max(1, _GRID_BYTES // (grid.columns * 4)) * grid.row_block
-    return _tiles(packed, matrices, step, columns)
+    return divided(packed, _GRID_BYTES * packed.rows * packed.columns // matrix)
 
 
-def small_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide codes that are stored in another order than their values into ranges of at most ``limit`` values.
+def divided(packed: Packing, limit: int) -> Iterator[Range]:
+    """Divide a tensor into ranges of at most ``limit`` values, or of as few as can be dequantized separately.
 
-    Matrices are divided only if their columns are stored separately (see `by_columns`). The first range is the largest.
+    A range is whole matrices or, if a matrix is larger than the limit, rows of its values. The first is the largest.
     """
-    matrices = limit // max(1, packed.rows * packed.columns)
-    columns = _whole_words(limit // packed.rows) if matrices == 0 and by_columns(packed) else packed.columns
-    return _tiles(packed, max(1, matrices), packed.rows, columns)
-
-
-def _whole_words(columns: int) -> int:
-    return max(1, columns // _COLUMN_STEP) * _COLUMN_STEP
-
-
-def _tiles(packed: Packing, matrices: int, rows: int, columns: int) -> Iterator[Range]:
-    """Divide a tensor into ranges of at most this many matrices, rows and columns of codes."""
+    rows, columns = packed.rows, packed.columns
+    matrices = max(1, limit // max(1, rows * columns))
+    if packed.flat:
+        block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
+        columns = max(1, limit // block) * block
+    elif rows * columns > limit and rows_apart(packed):
+        unit = row_unit(packed)
+        if by_columns(packed):
+            unit = _COLUMN_STEP if limit >= _COLUMN_STEP * rows else unit
+            columns = max(1, limit // rows // unit) * unit
+        else:
+            rows = max(1, limit // columns // unit) * unit
     for first in range(0, packed.matrices, matrices):
         for row in range(0, packed.rows, max(1, rows)):
             for column in range(0, max(1, packed.columns), max(1, columns)):
                 sides = min(rows, packed.rows - row), column, min(columns, packed.columns - column)
                 yield Range(first, min(matrices, packed.matrices - first), row, *sides)
-
-
-def flat_ranges(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide flat codes into ranges of up to ``limit`` values, but at least a block of the scales and of any dtype."""
-    block = math.lcm(_LONGEST_BLOCK, 1 if packed.grid is None else packed.grid.column_block)
-    return _tiles(packed, 1, 1, max(1, limit // block) * block)
-
-
-def rows_range(packed: Packing, matrix: int, begin: int, end: int) -> Range:
-    """Return the range of rows [begin, end) of a matrix of values: rows of codes, or columns."""
-    if by_columns(packed):
-        return Range(matrix, 1, 0, packed.rows, begin, end - begin)
-    return Range(matrix, 1, begin, end - begin, 0, packed.columns)
 
 
 def values_before(packed: Packing, part: Range) -> int:
@@ -335,9 +308,9 @@ def by_columns(packed: Packing) -> bool:
     return packed.transpose and packed.layout in (COLUMNS, WORDS)
 
 
-def can_store(packed: Packing, grid: Grid, *, grouped: bool) -> bool:
+def can_store(packed: Packing, grid: Grid, *, down: bool, grouped: bool) -> bool:
     """Return True if the core can convert the scales of a tensor as fast as it restores the codes."""
-    if by_columns(packed):
+    if down:
         return grid.column_block == 1 and ((not grouped and packed.bits == 4) or grid.rows <= _MOST_GROUPS)
     return not grouped and (not packed.transpose or packed.bits == 4)
 
@@ -441,7 +414,7 @@ class CodeReader:
             "transpose": packed.transpose,
             "interleaved": packed.interleaved,
             "divide": packed.scale_rule == packing.QUOTIENT,
-            "forbidden": _NOT_TERNARY if packed.numbers in ("ternary", "i2_s") else -1,
+            "forbidden": 3 if packed.numbers in ("ternary", "i2_s") else -1,  # the unused code
             "size": self.nbytes,
             "matrices": part.matrices,
             "rows": part.rows,
@@ -496,7 +469,7 @@ class CodeReader:
             grid_columns=width,
             grid_step=0 if grid.shared else height * width,
         )
-        storable = can_store(self._packed, grid, grouped=packing.GROUPS in self._parts)
+        storable = can_store(self._packed, grid, down=self._down, grouped=packing.GROUPS in self._parts)
         for role in _GRIDS:
             if role == packing.ZERO and role in self._parts and self._packed.zeros is not None:
                 self._add_packed_zeros(fields, grid, self._packed.zeros, storable)
@@ -544,12 +517,11 @@ class CodeReader:
         return shared / np.float32(2688) if self._packed.scale_rule == packing.MLX_GLOBAL else shared
 
     def _floats(self, role: str, begin: int, count: int) -> Array:
-        """Return elements of a part as float32."""
         part = self._parts[role]
         row, size = self._dtype_of(role), math.prod(part.shape)
         raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
         array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
-        if row is _F32:
+        if row is dtypes.F32:
             return array
         # NumPy's memory, which malloc reuses for the scales of the next tensor: new pages take longer than the scales.
         return astype(array, np.float32, out=np.empty(array.shape, np.float32), threads=1)
@@ -572,7 +544,9 @@ class CodeReader:
                 shared = shared[np.arange(begin, begin + count) // elements]
             combine = np.divide if rule == packing.DIVIDED else np.multiply
             # In place, because new pages cost more than the arithmetic; but float32 scales may belong to the caller.
-            combined: Array = combine(scales, shared, out=None if self._parts[packing.SCALE].row is _F32 else scales)
+            combined: Array = combine(
+                scales, shared, out=None if self._parts[packing.SCALE].row is dtypes.F32 else scales
+            )
             return combined
 
     def _nested(self, begin: int, count: int) -> Array:
@@ -634,7 +608,6 @@ class CodeReader:
     # ---- sparse codes ----
 
     def _mask_fields(self) -> dict[str, Any]:
-        """Return the fields that only sparse tensors have."""
         spec, part, parts = self._packed, self._part, self._parts
         count, mask = self.nbytes // parts[packing.CODES].row.block_bytes, read_part(parts[packing.MASK])
         if packing.OFFSETS in parts:
@@ -709,15 +682,15 @@ def _with_small_parts(parts: Mapping[str, Part]) -> Mapping[str, Part]:
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
     if not places:
         return parts
-    raw, handle = np.empty(total, np.uint8), file.local.begin_use()
-    address = address_of(raw)
+    raw, store = np.empty(total, np.uint8), file.local
+    handle, address = store.begin_use(), address_of(raw)
     try:
         for role, part, at in places:
             size = part.end - part.begin
             if short.sl_file_read(handle, part.begin, address + at, size, None) == lib.SL_OK:  # else `read_part` fails
                 result[role] = Part(part.name, raw, part.row, part.shape, at, at + size)
     finally:
-        file.local.end_use()
+        store.end_use()
     return result
 
 
@@ -785,6 +758,6 @@ def restore_jobs(
         if spec.layout == packing.MASKED and part.rows != spec.rows:
             reader = reader.of_rows()
         place = packed.parts[packing.CODES].file, reader.begin, memory + row.nbytes(values_before(spec, part))
-        how = _F32.number, target, lib.SL_OP_RESTORE
+        how = dtypes.F32.number, target, lib.SL_OP_RESTORE
         made.append(Job(*place, part.values * 4, *how, origin=origin, packed=reader))
     return made

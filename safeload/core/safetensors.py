@@ -14,15 +14,17 @@ import numpy as np
 
 from ..errors import SafetensorError, unsaved
 from . import dtypes, native
-from .arrays import Array, check_mapping, not_an_array, refuse_masked
+from .arrays import Array, array_over, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
+from .jobs import read_small
+from .memory import ALIGNMENT
 from .native import Error, check, ffi, lib, pointer, short
 from .paths import PathLike
 from .registry import Candidate, Content, OpenRequest, part
 from .resident import read_or_open
 from .runtime import paused
 from .store import WINDOW, LocalStore
-from .table import Table
+from .table import Entry, Table
 from .tensors import Lazy, Tensors
 from .text import encode, show, tensor_named
 from .weight_file import WeightFile
@@ -86,6 +88,45 @@ def parse_head(head: bytes, file_size: int, path: str) -> Table:
     status = lib.sl_safetensors_parse_head(ffi.from_buffer(head), len(head), file_size, table, error)
     check(status, error, path)
     return Table(pointer(table[0]))
+
+
+# ---- single small tensors ----
+
+# Bytes of a window, and of the largest tensor to copy from it. A system call takes as long as copying 8 KiB.
+_WINDOW, _COPIED = 64 << 10, 16 << 10
+
+
+class Window:
+    """Small tensors of a file. Any thread may use it.
+
+    If a tensor begins at the end of the last tensor, or near the end of the file, a window of the file is read, and
+    tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
+    """
+
+    def __init__(self) -> None:
+        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
+        self._content: tuple[int, int, Any] = 0, 0, None
+        self._next = -1  # end of the last tensor
+
+    def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
+        """Return a tensor in its own memory; the file must not change between calls."""
+        if not file.table.plain:
+            return read_small(file, *file.table.layout(index)[:4])
+        number, shape, begin, end = entry
+        dtype, store = dtypes.array_dtype(number), file.store
+        first, last, memory = self._content
+        follows, self._next = begin == self._next, end
+        if not (first <= begin and end <= last):
+            near = follows or end - begin < file.size - begin <= _WINDOW
+            if end - begin > _COPIED or not near or not isinstance(store, LocalStore):
+                return read_small(file, dtype, shape, begin, end)
+            first = begin - begin % ALIGNMENT  # aligned tensors of the file are aligned in the window
+            memory = np.empty(min(_WINDOW, file.size - first), np.uint8)
+            address = pointer(ffi.from_buffer(memory))
+            if store.use(short.sl_file_read, first, address, memory.size, None) != lib.SL_OK:
+                return read_small(file, dtype, shape, begin, end)
+            self._content = first, first + memory.size, memory
+        return np.array(array_over(memory, dtype, shape, begin - first))
 
 
 # ---- headers from columns; csrc/formats/safetensors.c writes their JSON ----

@@ -345,3 +345,41 @@ class ResultTable(Result, dict[str, _R]):
 
     def _about(self) -> Sequence[str]:
         return [plural(len(self), "tensor")]
+
+
+# ---- this installation ----
+
+
+def show_config() -> None:
+    """Print versions, the instruction set in use, the number of threads and the compiler.
+
+    Example:
+        >>> import safeload
+        >>> safeload.show_config()
+        safeload         ...
+        python           CPython ...
+        numpy            ...
+        instruction set  ...
+        threads          ...
+        compiler         ...
+    """
+    import platform  # only here: few programs ask
+
+    import numpy as np
+
+    from .._version import __version__
+    from .memory import available_cpus
+    from .native import TIER, available_tiers, ffi, lib, tier_name
+
+    alternatives = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
+    instructions = f"{tier_name(TIER)} (SAFELOAD_ISA can be {alternatives})" if alternatives else tier_name(TIER)
+    rows = {
+        "safeload": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}",
+        "numpy": np.__version__,
+        "instruction set": instructions,
+        "threads": f"{available_cpus()} at most (SAFELOAD_NUM_THREADS)",
+        "compiler": str(ffi.string(lib.sl_compiler()), "utf-8"),
+    }
+    for name, value in rows.items():
+        print(f"{name:16} {value}")

@@ -74,8 +74,6 @@ def axes_of(index: tuple[Any, ...], shape: tuple[int, ...], advice: str) -> tupl
     return axes, (*after, ...)
 
 
-# The selected positions of an axis, ascending and distinct; only the first axis can have an array.
-Axis: TypeAlias = range | Array
 # A read: the index of its elements in the result, first byte in the tensor, bytes, and None if all bytes are selected,
 # in order. Otherwise the bytes are rows of the last axis of the index, with the index of the elements to copy.
 _Read: TypeAlias = tuple[tuple[Any, ...], int, int, tuple[Any, ...] | None]
@@ -114,8 +112,8 @@ def _reads(axes: Sequence[Any], shape: tuple[int, ...], itemsize: int, block: in
     return reads
 
 
-def _spans(axis: Axis, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
-    """Divide positions into reads: numbers of the first and of one past the last, and True if there are gaps.
+def _spans(axis: range | Array, stride: int, selected: int, block: int) -> Sequence[tuple[int, int, bool]] | None:
+    """Divide ascending positions into reads: numbers of the first and of one past the last, and True if there are gaps.
 
     Rows of ``selected`` bytes, closer than ``block`` bytes, are read with their gaps. None to read each row alone.
     """
@@ -228,7 +226,8 @@ def _read_strided(file: WeightFile, layout: ArraySpec, axes: list[range], origin
 def positions_in(rows: Any, count: int, name: str) -> Array:
     """Return the positions that ``rows`` selects, as int64 from 0 on."""
     about = tensor_named(name)
-    if isinstance(rows, (slice, str, bytes)) or rows is None or (not isinstance(rows, range) and _is_integer(rows)):
+    single = isinstance(rows, (slice, str, bytes, bool)) or rows is None
+    if single or (not isinstance(rows, range) and as_index(rows) is not None):
         kind = type(rows).__name__
         raise TypeError(f"{about}: rows must be a list, an integer array or a mask, got {kind}: {_ADVICE}")
     small = isinstance(rows, range) and max(map(abs, (rows.start, rows.stop, rows.step))) < 1 << 62  # fits 64 bits
@@ -242,7 +241,7 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
     if not len(indices):
         return np.empty(0, np.int64)
     if indices.dtype.kind == "O":  # integers beyond 64 bits, or no numbers
-        kinds = [type(index).__name__ for index in indices if not _is_integer(index)]
+        kinds = [type(index).__name__ for index in indices if as_index(index) is None]
         if kinds:
             raise TypeError(f"{about}: rows must be integers, got {kinds[0]}")
     elif indices.dtype.kind not in "iu":
@@ -257,14 +256,6 @@ def positions_in(rows: Any, count: int, name: str) -> Array:
 
 
 _ADVICE = "get_slice(name)[...] reads a range or a single row"
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, np.ndarray) or value.ndim == 0
 
 
 def read_rows(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import dtypes, jobs, restore, thread_group
+from . import dtypes, jobs, restore
 from .arrays import Array, as_array
 from .cast import astype
-from .jobs import WINDOW, Batch, Channels, Job, JobGrid, Origin, moving
-from .memory import thread_count
+from .jobs import Channels, Job, JobGrid, Origin, moving
 from .native import address_of
 from .packing import CODES, Packed
 from .text import subject
 from .weight_file import WeightFile
-
-_F32 = dtypes.BY_CODE["F32"]
 
 
 class Source(NamedTuple):
@@ -40,10 +36,11 @@ class Source(NamedTuple):
         """Bytes of the tensor."""
         return self.row.nbytes(math.prod(self.shape))
 
-    def job(self, memory: int, target: int, *, grid: JobGrid | None = None) -> Job:
-        """Return the job that copies the tensor to an address, converted to dtype number ``target``."""
-        op = moving(self.row.number, target, grid)
-        return self._job(op, memory, target)._replace(grid=grid)
+    def job(self, memory: int, target: int, op: int | None = None, *, grid: JobGrid | None = None) -> Job:
+        """Return the job of an operation, by default the copy to an address, converted to dtype number ``target``."""
+        op = moving(self.row.number, target, grid) if op is None else op
+        origin = Origin(self.name, self.shape, self.owner)
+        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, grid, origin=origin)
 
     def jobs(self, memory: int, target: int) -> list[Job]:
         """Return the jobs that copy the tensor to an address; packed codes may need more than a single job."""
@@ -55,19 +52,15 @@ class Source(NamedTuple):
         """Return a job for an operation without target dtype; packed codes must be `in_order`."""
         if self.packed is not None:
             ranges = (restore.whole(self.packed.packing),)
-            numbers = memory, _F32.number, self.name
+            numbers = memory, dtypes.F32.number, self.name
             (job,) = restore.restore_jobs(self.packed, *numbers, owner=self.owner, ranges=ranges)
             return job._replace(op=op, channels=channels)
-        return self._job(op, memory, self.row.number)._replace(channels=channels)
+        return self.job(memory, self.row.number, op)._replace(channels=channels)
 
     @property
     def in_order(self) -> bool:
         """True if bytes or codes are in the order of the values, so that any job can use the source."""
         return self.packed is None or not self.packed.packing.transpose
-
-    def _job(self, op: int, memory: int, target: int) -> Job:
-        origin = Origin(self.name, self.shape, self.owner)
-        return Job(self.file, self.offset, memory, self.size, self.row.number, target, op, origin=origin)
 
 
 def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | None:
@@ -80,7 +73,7 @@ def in_file(owner: Any, name: str, file: WeightFile, index: int) -> Source | Non
 
 def of_packed(name: str, packed: Packed, owner: Any) -> Source:
     """Return a packed tensor as a source of its values; ``owner`` keeps the memory of the parts alive."""
-    return Source(name, packed.packing.shape, _F32, 0, packed.parts[CODES].file, owner, packed)
+    return Source(name, packed.packing.shape, dtypes.F32, 0, packed.parts[CODES].file, owner, packed)
 
 
 def of_reals(name: str, x: Any, threads: int | None) -> Source:
@@ -90,7 +83,7 @@ def of_reals(name: str, x: Any, threads: int | None) -> Source:
     if array.dtype.kind in "OSUMmcb" or (row is None and array.dtype.kind == "V"):
         raise TypeError(f"{subject(name)}{array.dtype} does not hold real numbers")
     if row is None or not row.floating or row.packed:
-        row, array = _F32, astype(array, np.float32, threads=threads)
+        row, array = dtypes.F32, astype(array, np.float32, threads=threads)
     return of_numbers(name, array, row, threads)
 
 
@@ -116,46 +109,6 @@ def of_array(name: str, value: Any) -> Source:
 def address(array: Array) -> int:
     """Return the address of a contiguous array's first element; 0 for an empty array."""
     return address_of(array) if array.size else 0
-
-
-# ---- reading bytes in pieces: on several threads, in bounded memory, without mappings ----
-
-# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
-PIECE = 4 << 20
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], threads: int | None, nbytes: int
-) -> Iterator[Result]:
-    """Return the results of a function that releases the GIL, in the order of its arguments.
-
-    A few calls run ahead of the consumer. Closing the iterator stops all calls and aborts their requests.
-
-    ``nbytes``, which all calls read together, decides the number of threads.
-    """
-    return thread_group.in_order(function, items, thread_count(nbytes, threads))
-
-
-def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
-    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
-    step = WINDOW if file.remote else PIECE
-    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
-    for at in range(begin, end, step):
-        size = min(step, end - at)
-        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
-        yield memory[:size].data
-
-
-def source_pieces(source: Source) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
-    if source.file is not None:
-        yield from file_pieces(source.file, source.offset, source.offset + source.size)
-    elif source.size:
-        raw = memory_of(source)
-        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))
 
 
 def memory_of(source: Source) -> Array:

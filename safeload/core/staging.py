@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,7 @@ from .jobs import Batch, Job, moving, run_columns
 from .load import deliver
 from .memory import ALIGNMENT, aligned_bytes, private_array, windows
 from .native import address_of
-from .packing import Packing
-from .restore import Range, by_columns, flat_ranges, restore_jobs, row_unit, rows_apart, rows_range, values_before
+from .restore import Range, divided, restore_jobs, values_before
 from .tensors import Entry, Spans, Tensors
 from .thread_group import REMOTE_WORKERS, Prefetch, Task, check_stopped
 from .weight_file import is_remote
@@ -55,48 +54,29 @@ class Chunk(NamedTuple):
         return (Job(entry.file, begin, memory, size, entry.source, entry.target, moving(entry.source, entry.target)),)
 
 
-def chunks_of(entry: Entry, limit: int) -> Iterator[Chunk] | None:
-    """Divide a tensor that is not empty into chunks of at most ``limit`` bytes; None if it is indivisible."""
+def chunks_of(entry: Entry, limit: int) -> Iterable[Chunk | Entry]:
+    """Divide a tensor into chunks of at most ``limit`` bytes; return the tensor itself if it is indivisible."""
+    if not entry.nbytes:
+        return ()
     if entry.target is None or entry.strided or (foreign_order(False) and entry.dtype.itemsize > 1):
-        return None
+        return (entry,)
     element = entry.dtype.itemsize
     if entry.packed is not None:
-        packing = entry.packed.packing
-        ranges = _ranges(packing, limit // element)
-        if ranges is None:
-            return None
-        return (Chunk(entry, values_before(packing, span) * element, span.values * element, span) for span in ranges)
+        packing, ranges = entry.packed.packing, divided(entry.packed.packing, limit // element)
+        first = next(ranges)
+        if first.values * element > limit:
+            return (entry,)
+        spans = chain([first], ranges)
+        return (Chunk(entry, values_before(packing, span) * element, span.values * element, span) for span in spans)
     stored, made = element, element  # bytes of a block in the file, and in the array
     if entry.source != entry.target:
         row = dtypes.BY_NUMBER[entry.source]
         stored, made = row.block_bytes, row.block * element
     step, count = limit // made, (entry.end - entry.begin) // stored
     if not step:
-        return None
+        return (entry,)
     blocks = ((first, min(step, count - first)) for first in range(0, count, step))
     return (Chunk(entry, k * made, n * made, (entry.begin + k * stored, n * stored)) for k, n in blocks)
-
-
-def _ranges(packing: Packing, limit: int) -> Iterable[Range] | None:
-    """Divide codes into ranges of at most ``limit`` values: matrices, or rows that can be dequantized separately."""
-    rows, across = packing.rows, packing.columns
-    if not rows * across:
-        return None
-    if packing.flat:
-        ranges = list(flat_ranges(packing, limit))
-        return ranges if ranges[0].columns <= limit else None
-    step = limit // (rows * across)
-    if step:
-        count = packing.matrices
-        return (Range(first, min(step, count - first), 0, rows, 0, across) for first in range(0, count, step))
-    if by_columns(packing):
-        rows, across = across, rows
-    block = row_unit(packing)
-    step = limit // across // block * block
-    if not step or not rows_apart(packing):
-        return None
-    places = product(range(packing.matrices), range(0, rows, step))
-    return (rows_range(packing, first, at, min(at + step, rows)) for first, at in places)
 
 
 # ---- buffers ----
@@ -204,17 +184,9 @@ def staged(
 
 def _tasks(entries: Iterable[Entry], ring: Ring, threads: int | None, sharing: int | None) -> Iterator[Task]:
     """Yield the tasks that fill buffers, and that make indivisible tensors."""
-
-    def parts(entry: Entry) -> Iterable[Chunk | Entry]:
-        if not entry.nbytes:
-            return ()
-        chunks = chunks_of(entry, ring.size // _PER_BUFFER)
-        return (entry,) if chunks is None else chunks
-
-    def kind(part: Chunk | Entry) -> object:  # an indivisible tensor shares no window
-        return object() if isinstance(part, Entry) else None
-
-    for window in windows(chain.from_iterable(map(parts, entries)), ring.size, _room, kind):
+    parts = chain.from_iterable(chunks_of(entry, ring.size // _PER_BUFFER) for entry in entries)
+    # An indivisible tensor shares no window.
+    for window in windows(parts, ring.size, _room, lambda part: object() if isinstance(part, Entry) else None):
         if isinstance(window[0], Entry):
             yield Task(window[0].nbytes, partial(_make, window[0], threads))
         else:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from threading import Lock, RLock
-from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from ..errors import RemoteError, exported, public
 from . import dtypes
-from .arrays import Array, array_over
-from .load import check_fits, check_out_names, deliver, parse_target, stored_in_parts
-from .memory import POOLED_BELOW, aligned_bytes, check_disjoint, check_threads, windows
-from .names import Patterns, layer_of
+from .arrays import Array, array_over, check_disjoint, check_fits, check_out_names
+from .load import deliver, parse_target, stored_in_parts
+from .memory import POOLED_BELOW, aligned_bytes, check_threads, windows
+from .names import layer_of
 from .native import ffi, short
 from .progress import Meter, Progress
 from .tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
@@ -37,58 +38,26 @@ _UNIT = 16 << 20
 _SHARE = 4
 
 
-class StreamOptions(TypedDict, total=False):
-    """Options of `Checkpoint.stream`."""
-
-    only: Patterns
-    drop: Patterns
-    ahead: int | str
-    order: Order
-    out: Out
-    threads: int | None
-    progress: Progress
-
-
 # Names and arrays of tensors, and the error of the next tensor, if any. The error is popped from a list, because a
 # variable in a frame of its traceback would keep arrays alive until a garbage collection.
 _T = TypeVar("_T")  # of the tensors: arrays, or also quantized tensors
 _Loaded: TypeAlias = tuple[deque[tuple[str, Any]], list[Exception]]
 
 
-class _Stream:
-    """What streams of tensors and of layers share."""
+class _Stream(Iterator[_T]):
+    """Base of `TensorStream` and `LayerStream`. Threads may share a stream: each item goes to a single thread."""
 
-    _left: Any  # names that were not taken yet
-    _count: int
     _of = "tensor"
 
-    def __length_hint__(self) -> int:
-        return len(self._left)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self._left)} of {plural(self._count, self._of)} left>"
-
-    def __reduce__(self) -> NoReturn:
-        kind = type(self).__name__
-        raise TypeError(f"cannot copy or pickle a {kind}; copy or pickle the checkpoint, and call stream() again")
-
-
-@exported()
-class TensorStream(_Stream, Iterator[tuple[str, _T]]):
-    """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
-
-    Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
-    a stream: each tensor goes to a single thread. After a fork, the child's copy of a stream raises RuntimeError.
-
-    Example:
-        >>> import safeload
-        >>> stream = safeload.open("tiny-llama").stream(dtype="float32")
-        >>> name, array = next(stream)
-        >>> stream.close()
-    """
-
     def __init__(
-        self, entries: Sequence[Entry], reader: _Reader, limit: int, *, ordered: bool, progress: Progress
+        self,
+        entries: Sequence[Entry],
+        reader: _Reader,
+        limit: int,
+        *,
+        ordered: bool,
+        progress: Progress,
+        layers: Mapping[str, int] | None = None,  # and the number of their tensors
     ) -> None:
         share = max(1, min(_UNIT, limit // _SHARE))
         self._memory = reader.memory
@@ -100,34 +69,35 @@ class TensorStream(_Stream, Iterator[tuple[str, _T]]):
         )
         self._ready: deque[tuple[str, Any]] = deque()
         self._failed: list[Exception] = []
-        self._left = {entry.name: reader.nbytes(entry) for entry in entries}
-        self._count = len(entries)
+        self._sizes = {entry.name: reader.nbytes(entry) for entry in entries}
+        self._left: Any = self._sizes if layers is None else deque(layers.items())  # not taken yet
+        self._count = len(self._left)
         self._lock = RLock()  # a progress report may call this object again
-        self._meter = Meter(progress, sum(self._left.values()))
+        self._meter = Meter(progress, sum(self._sizes.values()))
 
     @public
-    def __next__(self) -> tuple[str, _T]:
+    def __next__(self) -> _T:
         self._results.check_process()  # before the lock, which another thread may have held during a fork
         with self._lock:
             try:
-                while not self._ready:
-                    if self._failed:
-                        raise self._failed.pop()
-                    self._ready, self._failed = next(self._results)
-                    self._memory.used = self._results.pending
-                name, value = self._ready.popleft()
-                try:
-                    self._meter.add(self._left.pop(name))
-                except StopIteration as error:  # it would end the stream
-                    raise RuntimeError("progress: the function raised StopIteration") from error
+                item: _T = self._take()
+                return item
             except BaseException:
                 self.close()
                 raise
-            return name, value
 
-    def check_process(self) -> None:
-        """Raise RuntimeError after a fork; see ``Prefetch.check_process``."""
-        self._results.check_process()
+    def _take(self) -> Any:
+        while not self._ready:
+            if self._failed:
+                raise self._failed.pop()
+            self._ready, self._failed = next(self._results)
+            self._memory.used = self._results.pending
+        name, value = self._ready.popleft()
+        try:
+            self._meter.add(self._sizes.pop(name))
+        except StopIteration as error:  # it would end the stream
+            raise RuntimeError("progress: the function raised StopIteration") from error
+        return name, value
 
     def close(self) -> None:
         """Stop reading and wait for the threads. Arrays that were taken stay valid."""
@@ -141,9 +111,34 @@ class TensorStream(_Stream, Iterator[tuple[str, _T]]):
             self._left.clear()
             self._meter.close()
 
+    def __length_hint__(self) -> int:
+        return len(self._left)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._left)} of {plural(self._count, self._of)} left>"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"cannot copy or pickle a {kind}; copy or pickle the checkpoint, and call stream() again")
+
 
 @exported()
-class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
+class TensorStream(_Stream[tuple[str, _T]]):
+    """An iterator of tensor names and arrays that reads ahead; made by `Checkpoint.stream`.
+
+    Reading stops with `close`, an error, the end of the program or the last reference to the stream. Threads may share
+    a stream: each tensor goes to a single thread. After a fork, the child's copy of a stream raises RuntimeError.
+
+    Example:
+        >>> import safeload
+        >>> stream = safeload.open("tiny-llama").stream(dtype="float32")
+        >>> name, array = next(stream)
+        >>> stream.close()
+    """
+
+
+@exported()
+class LayerStream(_Stream[tuple[str, dict[str, _T]]]):
     """An iterator of layers, each with all of its tensors, that reads ahead; made by `Checkpoint.stream`.
 
     Reading stops as for `TensorStream`. Threads may share a stream: each layer goes to a single thread.
@@ -157,30 +152,11 @@ class LayerStream(_Stream, Iterator[tuple[str, dict[str, _T]]]):
 
     _of = "layer"
 
-    def __init__(self, tensors: TensorStream[_T], sizes: Mapping[str, int]) -> None:
-        self._tensors = tensors
-        self._left = deque(sizes.items())  # layers, and the number of their tensors
-        self._count = len(sizes)
-        self._lock = RLock()  # as in `TensorStream`
-
-    @public
-    def __next__(self) -> tuple[str, dict[str, _T]]:
-        self._tensors.check_process()
-        with self._lock:
-            if not self._left:
-                self._tensors.close()
-                raise StopIteration
-            layer, count = self._left.popleft()
-            try:
-                return layer, dict([next(self._tensors) for _ in range(count)])
-            except BaseException:
-                self.close()
-                raise
-
-    def close(self) -> None:
-        """Stop reading and wait for the threads. Arrays that were taken stay valid."""
-        self._tensors.close()
-        self._left.clear()
+    def _take(self) -> tuple[str, dict[str, _T]]:
+        if not self._left:
+            raise StopIteration
+        layer, count = self._left.popleft()
+        return layer, dict([_Stream._take(self) for _ in range(count)])
 
 
 class _Reader:
@@ -201,7 +177,7 @@ class _Reader:
 
     def nbytes(self, entry: Entry) -> int:
         """Return the bytes of the arrays of a tensor."""
-        return entry.end - entry.begin if entry.repeated and self._out is None else entry.nbytes
+        return entry.end - entry.begin if self._repeats(entry) else entry.nbytes
 
     def _cost(self, entry: Entry) -> int:
         """Return the memory for reading a tensor, including the byte range of a strided tensor."""
@@ -210,11 +186,9 @@ class _Reader:
 
     def tasks(self, entries: Sequence[Entry], share: int) -> Iterator[Task]:
         """Yield the tasks that read the tensors of a unit, up to the first error."""
-
-        def kind(entry: Entry) -> object:  # repeated elements alone, or `deliver` would let tensors share their memory
-            return object() if self._repeats(entry) else None
-
-        for number, unit in enumerate(windows(entries, share, self._cost, kind)):
+        # Repeated elements alone, or `deliver` would let tensors share their memory.
+        units = windows(entries, share, self._cost, lambda entry: object() if self._repeats(entry) else None)
+        for number, unit in enumerate(units):
             destinations: dict[str, Array] = {}
             refused: list[Exception] = []
             ask = None if self._out is None else partial(self._ask, unit, destinations, refused)
@@ -238,7 +212,6 @@ class _Reader:
     def _run(
         self, number: int, entries: Sequence[Entry], destinations: Mapping[str, Array], refused: list[Exception]
     ) -> _Loaded:
-        """Read the tensors of a unit."""
         if any(other < number for other in self._failed):
             raise Stopped
         loaded, failed = self._read(entries if self._out is None else entries[: len(destinations)], destinations)
@@ -277,7 +250,7 @@ class _Reader:
 
 
 def stream(
-    tensors: Sequence[FileTensor],
+    tensors: Iterable[FileTensor],
     files: Sequence[WeightFile],
     *,
     by_layer: bool,
@@ -307,18 +280,15 @@ def stream(
             check_fits(entry.name, entry.dtype, entry.shape, out)
         whole = [entry for entry in entries if not entry.strided]
         check_disjoint(out, lambda: {entry.name: entry._replace(name="", at=0) for entry in whole})
-    layers: dict[str, list[Entry]] = {}
-    for entry in entries if by_layer else ():
-        layers.setdefault(layer_of(entry.name), []).append(entry)
-    if by_layer:
-        entries = [entry for layer in layers.values() for entry in layer]
     give = out if out is None or callable(out) else out.__getitem__
     reader = _Reader(target, give, threads, limit)
-    ordered = order != "ready"
-    tensor_stream: TensorStream[Any] = TensorStream(entries, reader, limit, ordered=ordered, progress=progress)
     if not by_layer:
-        return tensor_stream
-    return LayerStream(tensor_stream, {layer: len(members) for layer, members in layers.items()})
+        return TensorStream(entries, reader, limit, ordered=order != "ready", progress=progress)
+    layers: dict[str, list[Entry]] = {}
+    for entry in entries:
+        layers.setdefault(layer_of(entry.name), []).append(entry)
+    entries, sizes = [*chain.from_iterable(layers.values())], dict(zip(layers, map(len, layers.values()), strict=True))
+    return LayerStream(entries, reader, limit, ordered=True, progress=progress, layers=sizes)
 
 
 # ---- the memory of dropped arrays ----

@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import TensorNotFoundError, UnsupportedError, exported
+from ..errors import UnsupportedError, exported
 from . import dtypes
 from .arrays import ArraySpec, array_spec
 from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
-from .text import check_name, clip, error_about, plural, printable, show
+from .text import check_name, error_about, missing, printable
 
 if TYPE_CHECKING:
     from .packing import Packed
-
-# Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
-_SUGGEST_UP_TO = 5_000
-
-# Maximum length of a name in such an error, which shows the name without quotes, as upstream does.
-_NAME = 200
 
 # A search in C takes as long as adding this many names to a dict. A dict is built as soon as the searches have cost as
 # much as the dict will.
@@ -239,7 +233,6 @@ class Table:
         return self._shapes
 
     def _shapes_between(self, begin: int, end: int) -> list[tuple[int, ...]]:
-        """Return the logical shapes of neighbouring tensors."""
         if begin == end:
             return []
         columns, count = self._columns(), end - begin
@@ -335,11 +328,8 @@ class Table:
         return Columns(*pick, [begins[i] for i in indices], [ends[i] for i in indices])
 
     def _columns_between(self, begin: int, end: int) -> Columns:
-        """Return the properties of neighbouring tensors."""
         if begin == 0 and end == self.count:
             return Columns(self.numbers, self.shapes, self._column(_BEGINS, end), self._column(_ENDS, end))
-        if begin == end:
-            return Columns(b"", (), (), ())
         columns, count = self._columns(), end - begin
         return Columns(
             self.numbers[begin:end],
@@ -413,37 +403,6 @@ def distinct(names: Iterable[str]) -> Iterable[str]:
     if not isinstance(names, Iterable):
         raise TypeError(f"names must be an iterable of names, got {type(names).__name__}")
     return names if isinstance(names, dict) else dict.fromkeys(names)
-
-
-def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
-    """Return the error for a hidden tensor: a part of the tensor ``whole``, or "" if it scales activations."""
-    what = f"is a part of {show(whole)}" if whole else "scales activations, not weights"
-    return error_about(TensorNotFoundError, f"{what}; open with stored=True", path=path, tensor=name)
-
-
-def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
-    """Return the error for an unknown name, with suggestions."""
-    check_name(name)
-    from fnmatch import fnmatchcase  # only here: it is needed by this message alone
-
-    message = f"File does not contain tensor {clip(printable(name), _NAME)}"
-    if any(c in name for c in "*?[") and any(fnmatchcase(known, name) for known in names[:_SUGGEST_UP_TO]):
-        return TensorNotFoundError(f"{message}: names are exact; only= of safeload.load takes patterns", tensor=name)
-    inside = [known for known in names if isinstance(known, str) and known.startswith((f"{name}.", f"{name}/"))]
-    close = similar(name, names)
-    if len(inside) > 1 and name:
-        message += f"; {plural(len(inside), 'name')} begin with it, such as {clip(printable(inside[0]), _NAME)}"
-    elif close:
-        message += f"; similar names: {', '.join(close)}"
-    return TensorNotFoundError(message, tensor=name)
-
-
-def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three existing names that are similar to ``name``, for a message; none if there are very many."""
-    import difflib  # only here: at the top it would add a millisecond to `import safeload`
-
-    close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff) if len(names) <= _SUGGEST_UP_TO else []
-    return [clip(printable(known), _NAME) for known in close]
 
 
 # ---- tables built in Python, for packed tensors and formats without a parser in C ----
@@ -530,7 +489,7 @@ class ListedTable(Table):
         self.quantized = self.scaled or any(dtypes.BY_NUMBER[number].blocked for number in set(numbers))
         self._metadata = metadata
         self.named_globals = named_globals or {}
-        self._groups = _overlapping(begins, ends)
+        self._groups = overlap_groups(begins, ends)
         self.shaped = bool(self.big_endian) or bool(self._groups) or bool(self.strides)
 
     def replace_rows(self, old: dtypes.Dtype, new: dtypes.Dtype) -> None:
@@ -544,7 +503,7 @@ class ListedTable(Table):
         self._metadata = {**(self._metadata or {}), **metadata}
 
 
-def _overlapping(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
+def overlap_groups(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
     """Return, for each overlapping range, the sorted indices of its connected group."""
     if all(end <= begin for end, begin in zip(ends, islice(begins, 1, None), strict=False)):
         return {}

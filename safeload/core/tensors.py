@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, repeat
 from operator import and_, eq
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from .weight_file import WeightFile
 # A tensor in a file: its name, the file, its index in the file's table.
 FileTensor: TypeAlias = tuple[str, WeightFile, int]
 
-_F32 = dtypes.BY_CODE["F32"]
 _PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
 
 
@@ -59,21 +58,16 @@ class Spans(NamedTuple):
         """Return the spans at these positions, in this order."""
         return Spans(self.files, *[column[rows] for column in self[1:]])
 
-    def follows(self) -> Array:
-        """Return a bool for each span except the first: True if it continues the previous span with equal dtypes."""
-        _, file, begins, sizes, sources, targets = self
-        alike: Array = (begins[1:] == begins[:-1] + sizes[:-1]) & (file[1:] == file[:-1])
-        alike &= (sources[1:] == sources[:-1]) & (targets[1:] == targets[:-1])
-        return alike
-
-    def merged(self, first: Array) -> Spans:
-        """Merge spans that follow each other; ``first`` are the positions of spans that begin a new range."""
-        return self.pick(first)._replace(sizes=np.add.reduceat(self.sizes, first))
-
     def joined(self) -> Spans:
-        """Return as few spans as possible with these bytes, without empty spans."""
+        """Return as few spans as possible with these bytes: without empty ones, neighbours of equal dtypes merged."""
         spans = self if self.sizes.all() else self.pick(self.sizes > 0)
-        return spans.merged(np.flatnonzero(np.append(True, ~spans.follows()))) if spans.sizes.size else spans
+        _, file, begins, sizes, sources, targets = spans
+        if not sizes.size:
+            return spans
+        apart = (begins[1:] != begins[:-1] + sizes[:-1]) | (file[1:] != file[:-1])
+        apart |= (sources[1:] != sources[:-1]) | (targets[1:] != targets[:-1])
+        first = np.flatnonzero(np.append(True, apart))
+        return spans.pick(first)._replace(sizes=np.add.reduceat(sizes, first))
 
     def divided(self, limit: int) -> Spans:
         """Divide spans at whole blocks so that no result has more than ``limit`` bytes."""
@@ -91,8 +85,8 @@ class Spans(NamedTuple):
         return spans._replace(begins=spans.begins + before, sizes=sizes)
 
 
-class Tensors(Sequence[FileTensor]):
-    """Tensors of one or more files, as a sequence of `FileTensor`. Columns are decoded on first use."""
+class Tensors(Iterable[FileTensor]):
+    """Tensors of one or more files, each a `FileTensor`. Columns are decoded on first use."""
 
     def __init__(
         self,
@@ -137,16 +131,6 @@ class Tensors(Sequence[FileTensor]):
         if self.file is not None:
             files = map(self.files.__getitem__, self.file)
         return zip(self.names, files, self.indices, strict=False)
-
-    @overload
-    def __getitem__(self, k: int) -> FileTensor: ...
-    @overload
-    def __getitem__(self, k: slice) -> Tensors: ...
-    def __getitem__(self, k: int | slice) -> FileTensor | Tensors:
-        if isinstance(k, slice):
-            file = None if self.file is None else self.file[k]
-            return Tensors(self.files, self.names[k], self.indices[k], file)
-        return self.names[k], self.files[0 if self.file is None else self.file[k]], self.indices[k]
 
     def pick(self, rows: Iterable[int], names: Sequence[str] | None = None) -> Tensors:
         """Return the tensors at these positions, in this order."""
@@ -246,7 +230,7 @@ def packed_of(file: WeightFile, index: int) -> Packed | None:
     name, (number, shape, begin, end) = table.names[index], table.entry(index)
     parts = {
         CODES: Part(name, file, dtypes.BY_NUMBER[number], shape, begin, end),
-        SCALE: Part(name, file, _F32, scale.shape, scale.begin, scale.end),
+        SCALE: Part(name, file, dtypes.F32, scale.shape, scale.begin, scale.end),
     }
     return Packed(int8_packing(shape, scale.axis), parts)
 
@@ -427,7 +411,7 @@ class Lazy:
     the same bytes, ahead in chunks, on ``threads``.
     """
 
-    __slots__ = ("_create", "_written", "dtype", "entry", "shape", "threads")  # the garbage collector visits no dict
+    __slots__ = ("_create", "dtype", "entry", "shape", "threads", "written")  # the garbage collector visits no dict
 
     def __init__(
         self,
@@ -439,7 +423,7 @@ class Lazy:
     ) -> None:
         self.dtype, self.shape, self.entry, self.threads = dtype, shape, entry, threads
         self._create = create
-        self._written: Callable[[int], object] | None = None
+        self.written: Callable[[int], object] | None = None  # gets the bytes of the array once the writer has them
 
     def make(self) -> Array:
         """Create the array and report its bytes."""
@@ -447,14 +431,10 @@ class Lazy:
         self.report()
         return array
 
-    def report_to(self, written: Callable[[int], object]) -> None:
-        """Have ``written`` called with the bytes of the array once the writer has them."""
-        self._written = written
-
     def report(self) -> None:
         """Report the bytes of the array."""
-        if self._written is not None:
-            self._written(self.nbytes)
+        if self.written is not None:
+            self.written(self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -489,11 +469,6 @@ class LazyParts:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.roles.values())
-
-    def report_to(self, written: Callable[[int], object]) -> None:
-        """See `Lazy.report_to`."""
-        for part in self.roles.values():
-            part.report_to(written)
 
 
 def materialize(value: Array | Lazy) -> Array:

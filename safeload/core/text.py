@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO, TypeVar
 
-from ..errors import FormatError, SafeloadError
+from ..errors import FormatError, SafeloadError, TensorNotFoundError
 
 _Error = TypeVar("_Error", bound=SafeloadError)
 
@@ -176,3 +176,43 @@ def encode(text: str, subject: str, errors: str = "strict", *, tensor: str | Non
     except UnicodeEncodeError:
         message = f"{subject} {show(text)} contains a lone surrogate, which UTF-8 cannot encode"
         raise SafeloadError(message, tensor=tensor) from None
+
+
+# ---- names that no tensor has ----
+
+# Above this many names, errors about missing names make no suggestions, because difflib would compare all of them.
+_SUGGEST_UP_TO = 5_000
+
+# Maximum length of a name in such an error, which shows the name without quotes, as upstream does.
+_NAME = 200
+
+
+def hidden(name: str, whole: str, path: str) -> TensorNotFoundError:
+    """Return the error for a hidden tensor: a part of the tensor ``whole``, or "" if it scales activations."""
+    what = f"is a part of {show(whole)}" if whole else "scales activations, not weights"
+    return error_about(TensorNotFoundError, f"{what}; open with stored=True", path=path, tensor=name)
+
+
+def missing(name: str, names: Sequence[str]) -> TensorNotFoundError:
+    """Return the error for an unknown name, with suggestions."""
+    check_name(name)
+    from fnmatch import fnmatchcase  # only here: it is needed by this message alone
+
+    message = f"File does not contain tensor {clip(printable(name), _NAME)}"
+    if any(c in name for c in "*?[") and any(fnmatchcase(known, name) for known in names[:_SUGGEST_UP_TO]):
+        return TensorNotFoundError(f"{message}: names are exact; only= of safeload.load takes patterns", tensor=name)
+    inside = [known for known in names if isinstance(known, str) and known.startswith((f"{name}.", f"{name}/"))]
+    close = similar(name, names)
+    if len(inside) > 1 and name:
+        message += f"; {plural(len(inside), 'name')} begin with it, such as {clip(printable(inside[0]), _NAME)}"
+    elif close:
+        message += f"; similar names: {', '.join(close)}"
+    return TensorNotFoundError(message, tensor=name)
+
+
+def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
+    """Return up to three existing names that are similar to ``name``, for a message; none if there are very many."""
+    import difflib  # only here: at the top it would add a millisecond to `import safeload`
+
+    close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff) if len(names) <= _SUGGEST_UP_TO else []
+    return [clip(printable(known), _NAME) for known in close]

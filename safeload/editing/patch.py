@@ -23,9 +23,8 @@ import numpy as np
 from ..conversion.destinations import FileSink, SaveDestination, refuse_inputs, target_of
 from ..conversion.save import check_name, checked_metadata, value_of
 from ..core import dtypes
-from ..core.arrays import Array, as_array
+from ..core.arrays import Array, as_array, check_spans
 from ..core.files import Located
-from ..core.memory import check_spans
 from ..core.native import address_of, ffi
 from ..core.paths import PathLike
 from ..core.registry import SAFETENSORS, OpenRequest, open_file

@@ -257,7 +257,7 @@ class PlacedTensor(NamedTuple):
 
 
 def load(
-    groups: Sequence[tuple[Sequence[FileTensor], Any]],
+    groups: Sequence[tuple[Iterable[FileTensor], Any]],
     sharding: Any = None,
     *,
     progress: Progress = None,
@@ -288,7 +288,7 @@ def load(
     return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
 
 
-def _placed(parts: Sequence[FileTensor], dtype: Any, sharding: Any) -> list[PlacedTensor]:
+def _placed(parts: Iterable[FileTensor], dtype: Any, sharding: Any) -> list[PlacedTensor]:
     """Return the tensors to load as a dtype, after checking that JAX has the dtype and that their shardings fit."""
     target = parse_target(dtype)
     check_target(target)
@@ -507,7 +507,7 @@ class JaxHandle:
         return put([arrays[part[0]]], None, borrowed=False)[0]
 
     def tensors(
-        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
+        self, parts: Iterable[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, NumpyArray]]
     ) -> dict[str, Array]:
         check_target(target)
         return copied(read())

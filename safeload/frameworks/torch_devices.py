@@ -7,7 +7,7 @@ for tensors that cannot be divided into chunks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import groupby, pairwise
@@ -330,7 +330,7 @@ class TorchHandle:
         return self._moved(torch_arrays.from_array(array, name, raw))
 
     def tensors(
-        self, parts: Sequence[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
+        self, parts: Iterable[FileTensor], target: dtypes.Dtype | None, read: Callable[[], dict[str, Array]]
     ) -> dict[str, Any]:
         self._check_device()
         if self._without_data:

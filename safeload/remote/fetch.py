@@ -142,7 +142,6 @@ _Work: TypeAlias = tuple[Job, dict[str, _Piece]]
 
 
 def _placed(job: Job, pieces: Mapping[str, _Piece]) -> Job:
-    """Return a job with its sources in memory."""
     origin, piece = job.origin, next(iter(pieces.values()))  # of its values or codes, if they are remote
     if job.packed is not None:
         job = job._replace(packed=job.packed.moved({role: piece.address for role, piece in pieces.items() if role}))

@@ -35,7 +35,6 @@ def check(tensors, expected):
     _, file, first, sizes, dtypes, _ = tensors.spans
     for k, (_, weights, index) in enumerate(expected):
         table = weights.table
-        assert tensors[k] == expected[k]
         assert (numbers[k], shapes[k]) == (table.row(index).number, table.shape(index))
         assert (begins[k], ends[k]) == table.byte_range(index)
         assert tensors.files[file[k]] is weights
@@ -50,7 +49,7 @@ def test_columns_of_many_files(opened):
         tensors = Tensors.of(iter(rows))
         assert Tensors.of(tensors) is tensors
         check(tensors, rows)
-        check(tensors[1:], rows[1:])
+        check(tensors.pick(range(1, count)), rows[1:])
         check(tensors.pick(np.arange(count)[::-1]), rows[::-1])
         check(tensors.named([name for name, _, _ in rows[::-1]]), rows[::-1])
         assert tensors.named(tensors.names) is tensors
