@@ -203,7 +203,6 @@ class Adapter:
         return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
-        """Return the factor of a module's change."""
         if self.mlx:
             return self.alpha * self.weight
         expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
@@ -214,7 +213,6 @@ class Adapter:
         return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank) * self.weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an adapter tensor."""
         return self.checkpoint.tensors[name].shape
 
     def is_copy(self, name: str) -> bool:
@@ -255,7 +253,17 @@ class Adapter:
         if not modules:
             raise FormatError("the adapter has no tensors", checkpoint.path)
         for parts in modules.values():
-            self._check_parts(parts)
+            if {A, EMBEDDING_A} <= parts.keys():
+                both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+                raise FormatError(f"{both} of the adapter change one module in two ways", checkpoint.path)
+            for part, partners in _PARTNERS.items():
+                if part in parts and not partners & parts.keys():
+                    text = "of the adapter has no counterpart: A and B belong together"
+                    raise error_about(FormatError, text, path=checkpoint.path, tensor=parts[part])
+            if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
+                state = "no magnitude" if self.dora else "a magnitude"
+                text = f"the module of tensor {show(next(iter(parts.values())))} has {state}, which contradicts "
+                raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
         return modules
 
     def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
@@ -277,22 +285,6 @@ class Adapter:
             while wrapped in rest:  # wrappers can nest
                 rest = rest.replace(wrapped, ".")
         return rest, VALUE
-
-    def _check_parts(self, parts: Mapping[str, str]) -> None:
-        """Refuse inconsistent roles of a module."""
-        path = self.checkpoint.path
-        if {A, EMBEDDING_A} <= parts.keys():
-            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
-            raise FormatError(f"{both} of the adapter change one module in two ways", path)
-        for part, partners in _PARTNERS.items():
-            if part in parts and not partners & parts.keys():
-                text = "of the adapter has no counterpart: A and B belong together"
-                raise error_about(FormatError, text, path=path, tensor=parts[part])
-        if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
-            name = next(iter(parts.values()))
-            state = "no magnitude" if self.dora else "a magnitude"
-            key = "fine_tune_type" if self.mlx else "use_dora"
-            raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
 def listed(adapters: Any) -> list[tuple[Any, float]]:
@@ -320,11 +312,11 @@ def opened(
     stack: ExitStack, adapters: Iterable[tuple[Any, float]], storage_options: Mapping[str, Any] | None = None
 ) -> list[Adapter]:
     """Open adapters until ``stack`` closes."""
-    result = []
-    for path, weight in adapters:
-        seen = open_paths(path, None, None, "refuse", True, storage_options=storage_options)
-        result.append(Adapter(stack.enter_context(Checkpoint(seen)), weight))
-    return result
+    seen = (
+        (open_paths(path, None, None, "refuse", True, storage_options=storage_options), weight)
+        for path, weight in adapters
+    )
+    return [Adapter(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
 def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
@@ -449,7 +441,6 @@ class Apart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stack."""
         return self.experts, len(self.layers) * self.rows, self.columns
 
     def tensors(self) -> Iterator[tuple[str, int, int]]:
@@ -557,17 +548,15 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     for module, order in turned.items():
         if order is None:
             name, experts = parameters.get(module, f"{module}.weight"), module in parameters
-            orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
+            question = "[out, in] or [in, out]? 'fan_in_fan_out' may not hold for every layer of this adapter"
             if experts:
-                why = "Square experts do not show the order, and the adapter changes no other experts"
-            else:
-                why = "'fan_in_fan_out' may not hold for every layer of this adapter"
-                if not base.model_type:
-                    why += "; open the base as a folder, because its config.json may show the order"
+                question = "[experts, out, in] or [experts, in, out]? Square experts do not show the order, and the "
+                question += "adapter changes no other experts"
+            elif not base.model_type:
+                question += "; open the base as a folder, because its config.json may show the order"
             change = f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}"
-            unclear[module] = f"{change}, which is {list(base.shape(name))}: {orders}? {why}"
-    flag = adapter.transposed
-    transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
+            unclear[module] = f"{change}, which is {list(base.shape(name))}: {question}"
+    transposed = frozenset(m for m in adapter.modules if turned.get(m, adapter.transposed and m not in parameters))
     return Fit(parameters, transposed, unclear)
 
 
@@ -625,14 +614,13 @@ def _matched(
     absent = next((name for name in names if not base.find(name)), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)
-    orders = [tuple(names)]
-    reason = ""
+    orders, reason = [tuple(names)], ""
     if len(names) != len(modules):
         reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
     elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
-        fits = [order for order in permutations(names) if all(suits[pair] for pair in zip(modules, order, strict=True))]
-        orders = fits or orders
+        tried = (order for order in permutations(names) if all(map(suits.get, zip(modules, order, strict=True))))
+        orders = [*tried] or orders
     if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
         reason = "neither shapes nor names tell which change belongs to which tensor"
     if not reason:
@@ -644,7 +632,6 @@ def _matched(
 
 
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a change can belong to a tensor of this shape."""
     sizes = _sizes(adapter, module)
     return sizes == shape if len(shape) == 2 else len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
 
@@ -667,8 +654,7 @@ def _guesses(
             orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
-    conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
-    flag = adapter.transposed
+    conv1d, flag = set().union(*(orders for last, orders in layers.items() if last in CONV1D)), adapter.transposed
     plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
     guesses: dict[str, bool | None] = {}

@@ -73,9 +73,8 @@ def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
     """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
     if source is None or source.packed is not None or (source.file is not None and source.file.remote):
         return None
-    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
-        return None
-    return source
+    whole_rows = math.prod(source.shape[1:]) % source.row.block == 0
+    return source if whole_rows and work == np.float32 and source.row.converts_to(_F32) else None
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
@@ -352,7 +351,6 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
 
 
 def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
-    """Yield the matrices of a stack."""
     count, rows, columns = target.shape
     matrix = target._replace(shape=(rows, columns), together=target.row is None)
     source = target.source
@@ -523,8 +521,7 @@ def load_merged(
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-        in_numpy = {name: array for name, array in out.items() if isinstance(array, np.ndarray)}
-        check_disjoint({name: array for name, array in in_numpy.items() if array.flags.c_contiguous})
+        check_disjoint({k: v for k, v in out.items() if isinstance(v, np.ndarray) and v.flags.c_contiguous})
         plain_out = {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)

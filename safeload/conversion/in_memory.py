@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider
-from .make import Decision, Maker, Stack, fill, plan
+from .make import Decision, Maker, fill, plan
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
 
@@ -146,8 +146,8 @@ def load_quantized(
             if isinstance(value, np.ndarray):
                 result[name] = jobs.native_order(value)
         summary = decider.summary(sum(value.nbytes for value in result.values()))
-        kept = {name: reason for name, reason in summary.kept.items() if name in result}  # other heads stay tied
-        result.summary = summary._replace(kept=kept)
+        # Other heads stay tied.
+        result.summary = summary._replace(kept={name: why for name, why in summary.kept.items() if name in result})
         return result
 
 
@@ -188,14 +188,13 @@ def _quantized(
             requests.append(request(name, value))
             result[name] = requests[-1].result
             continue
+        if decisions[name].scheme is not None or about.packed:
+            value = value.dequantize(threads=how.threads)
+        if decisions[name].scheme is not None:  # at once, so that only one is in memory as float32
+            only = request(name, of_reals(name, value, how.threads))
+            run_requests([only], threads=how.threads, progress=None)
+            value = only.result
         result[name] = value
-        quantizes = decisions[name].scheme is not None
-        if isinstance(value, QuantizedTensor) and (quantizes or about.packed):
-            result[name] = array = value.dequantize(threads=how.threads)
-            if quantizes:  # at once, so that only one is in memory as float32
-                only = request(name, of_reals(name, array, how.threads))
-                run_requests([only], threads=how.threads, progress=None)
-                result[name] = only.result
     run_requests(requests, threads=how.threads, progress=how.progress)
     return result
 
@@ -301,7 +300,20 @@ def stack(
         plans = plan(catalog.descriptions([*catalog]), layout, target)
         used = {name for stack in plans for name in stack.names}
         catalog.refuse_codes(used, "stack")
-        result = _targets(plans, out)
+        result = StackedDict()
+        unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+        if unknown:
+            raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
+        for stack in plans:
+            dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
+            if out is not None and name not in out:
+                raise ValueError(f"out: no array for {show(name)}")
+            try:
+                result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
+            except ValueError as error:
+                raise ValueError(f"{show(name)}: {error}") from None
+        if out is not None:
+            check_disjoint(result)
         refuse_own_files(result if out is not None else {}, catalog.weight_files)
         filled = dict(result)
         for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
@@ -311,23 +323,4 @@ def stack(
             if array is not result[name]:
                 np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in used)
-    return result
-
-
-def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
-    """Return the arrays to fill: ``out`` if given, else new arrays."""
-    result = StackedDict()
-    unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
-    for stack in plans:
-        dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
-        if out is not None and name not in out:
-            raise ValueError(f"out: no array for {show(name)}")
-        try:
-            result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
-        except ValueError as error:
-            raise ValueError(f"{show(name)}: {error}") from None
-    if out is not None:
-        check_disjoint(result)
     return result

@@ -123,7 +123,12 @@ def quantize(
         axis += len(source.shape)
     storage_of(name, source.shape, axis)
     if out is not None:
-        _check_out(out, source, name, axis)
+        if not isinstance(out, QuantizedTensor):
+            raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}")
+        if (out.scheme, out.shape, out.axis) != (name, source.shape, axis):
+            raise ValueError(f"out is {show(out)}, but the result is {name} {list(source.shape)} with axis={axis}")
+        if not (out.data.flags.c_contiguous and out.data.flags.writeable):
+            raise ValueError("out.data must be C-contiguous and writable")
     weights = None if importance is None else check_importance(importance, source.shape)
     result = quantize_source(source, name, axis=axis, rounding=rounding, threads=threads, importance=weights)
     if out is None:
@@ -141,15 +146,6 @@ def weighted_rounding(scheme: Any, rounding: Rounding | None, argument: str = "i
     if rounding not in (None, "ggml"):
         raise ValueError(f'{argument} implies rounding="ggml", got {show(rounding)}')
     return "ggml"
-
-
-def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
-    if not isinstance(out, QuantizedTensor):
-        raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}")
-    if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
-        raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
-    if not (out.data.flags.c_contiguous and out.data.flags.writeable):
-        raise ValueError("out.data must be C-contiguous and writable")
 
 
 def quantize_source(
@@ -192,8 +188,7 @@ def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") ->
 
 def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
     """Yield the jobs that quantize a tensor to ``memory`` (address), one for each matrix with its own importance."""
-    target = SCHEMES[scheme].dtype
-    columns = source.shape[-1]
+    target, columns = SCHEMES[scheme].dtype, source.shape[-1]
     if source.packed is not None and (len(importance) > 1 or not source.in_order):
         # In another order than their values, or with an importance for each matrix.
         values = read_values(source, _F32, private_array(source.shape, np.dtype(np.float32)), threads)
@@ -273,8 +268,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
                 work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
             elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
                 work = weighted_jobs(source, result.scheme, memory, weights, threads)
-        for job in work:
-            batch.jobs.append(job)
+        batch.jobs += work
     batch.run(threads=threads, progress=second)
 
 
@@ -282,8 +276,7 @@ def maxima_of(
     tensors: Sequence[tuple[Source, int | None]], threads: int | None, progress: Progress = None
 ) -> list[Array]:
     """Return the bits of the largest magnitude in each channel of tensors with ordered values, to quantize to int8."""
-    counts = [1 if axis is None else source.shape[axis] for source, axis in tensors]
-    ends = np.cumsum([0, *counts])
+    ends = np.cumsum([0, *(1 if axis is None else source.shape[axis] for source, axis in tensors)])
     bits = np.zeros(ends[-1], np.uint32)
     maxima = [bits[begin:end] for begin, end in pairwise(ends.tolist())]
     work = [
@@ -443,8 +436,7 @@ def weights_in(
     if arranged is not None and arranged.recipes[name].renamed is None:
         items = arranged.recipes[name].items
         if len(items) > 1:
-            packed = any(base.about(source).packed for source in arranged.sources_of(name))
-            alone = packed or base.in_memory or base.makes
+            alone = base.in_memory or base.makes or any(base.about(each).packed for each in arranged.sources_of(name))
             return _of_items(arranged, items, row, free, alone=alone)
     elif not base.makes:
         value = catalog.values(name)
@@ -611,8 +603,7 @@ def encode(
     for _ in _each_strip(run, encoding, weights, threads):
         pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
-    by_code = scale_dtype.itemsize == 1
-    scale = scale_codes.view(scale_dtype) if by_code else _little(scales, scale_dtype)
+    scale = scale_codes.view(scale_dtype) if scale_dtype.itemsize == 1 else _little(scales, scale_dtype)
     parts: dict[str, Array] = {packing.SCALE: scale.reshape(scale_shape)}
     if not only_scales:
         parts[packing.CODES] = codes
@@ -705,5 +696,4 @@ def _packed_zeros(zeros: Array, bits: int) -> Array:
     padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint8)
     padded.reshape(-1, columns)[:rows] = zeros + np.int8(half)
     shifts = (bits * np.arange(per_word, dtype=np.uint32))[:, None]
-    words: Array = np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1)
-    return jobs.native_order(words.view(np.int32))
+    return jobs.native_order(np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1).view(np.int32))
