@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count, permutations, takewhile
+from itertools import count, permutations, product, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -239,9 +239,8 @@ class Adapter:
                 text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
                 raise error_about(UnsupportedError, text, path=checkpoint.path)
             wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
-        for name in checkpoint:
-            if _UNUSED in name:  # the base's own value, stored beside its replacement
-                continue
+        # Without the base's own values, stored beside their replacements.
+        for name in (name for name in checkpoint if _UNUSED not in name):
             module, part = self._parse_name(name, wrappers)
             parts = modules.setdefault(module, {})
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
@@ -445,9 +444,8 @@ class Apart(NamedTuple):
 
     def tensors(self) -> Iterator[tuple[str, int, int]]:
         """Yield each stored tensor with its expert and its first row in the expert's matrix."""
-        for expert in range(self.experts):
-            for k, layer in enumerate(self.layers):
-                yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
+        for expert, (k, layer) in product(range(self.experts), enumerate(self.layers)):
+            yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
 
 
 class Base:
@@ -540,9 +538,9 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         if adapter.mlx or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
-        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
-            continue
-        if sizes in (shape[-2:], shape[:-3:-1]):
+        # PEFT never transposes one expert.
+        turns = len(shape) == (3 if module in parameters else 2) and shape[:-2] != (1,)
+        if turns and sizes in (shape[-2:], shape[:-3:-1]):
             turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
     turned.update(_guesses(adapter, turned, parameters, base.model_type))
     for module, order in turned.items():

@@ -157,9 +157,8 @@ class Merge:
             place = base.find(model_name)
             if isinstance(place, Apart) and module in fit.parameters:
                 change = None
-                for name, expert, begin in place.tensors():
-                    if name not in base.names:  # it belongs to another piece
-                        continue
+                # The other tensors belong to another piece.
+                for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
                     target = base.target(name)
                     if target.shape != (place.rows, place.columns):  # a plan can say anything
                         needed = [place.rows, place.columns]
@@ -293,9 +292,9 @@ class Merge:
                 steps.append(_with_norms(step, change, matrix, steps) if lora.MAGNITUDE in change.parts else step)
             if in_core and all(step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
-                continue
-            for begin, tile in _changed_tiles(matrix, steps):
-                astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
+            else:
+                for begin, tile in _changed_tiles(matrix, steps):
+                    astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         return result
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
@@ -378,8 +377,7 @@ def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
         height -= height % _BLOCK
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
-        values = target.read(slice(begin, end) if target.shape else ...)
-        yield begin, values.reshape(end - begin, columns)
+        yield begin, target.read(slice(begin, end) if target.shape else ...).reshape(end - begin, columns)
 
 
 def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
@@ -515,14 +513,13 @@ def load_merged(
     rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
     shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
     plain = [name for name in all_names if name not in rows]
-    plain_out = out
     if out is not None:
         check_out_names(out, all_names, "load")
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
         check_disjoint({k: v for k, v in out.items() if isinstance(v, np.ndarray) and v.flags.c_contiguous})
-        plain_out = {name: array for name, array in out.items() if name not in rows}
+    plain_out = None if out is None else {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())

@@ -13,7 +13,6 @@ from ..core.arrays import Array, check_mapping
 from ..core.cast import target_array
 from ..core.load import parse_target, refuse_own_files
 from ..core.memory import check_disjoint, check_threads, overlapping, private_array
-from ..core.packing import INT8, SCHEMES, usual_axis
 from ..core.paths import PathLike
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
@@ -116,7 +115,7 @@ def load_quantized(
         >>> weights["lm_head.weight"].dtype
         dtype('float32')
     """
-    SCHEMES["q4_0"].target(rounding)
+    packing.SCHEMES["q4_0"].target(rounding)
     check_threads(threads)
     preset = preset_of(scheme)
     if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
@@ -163,7 +162,7 @@ def _quantized(
     """Load tensors quantized, and other floating tensors as float32, in one run."""
     origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
     abouts = {name: catalog.about(origin) for name, origin in origins.items()}
-    weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, INT8)}
+    weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, packing.INT8)}
     importance = importance_by_name({} if imatrix is None else imatrix, weighted)
 
     def request(name: str, values: Source) -> Request:
@@ -171,9 +170,9 @@ def _quantized(
         if scheme is None:
             row = dtypes.BY_CODE["F32"] if values.row.floating else values.row
             return Request(values, private_array(values.shape, dtypes.array_dtype(row.number)), row.number)
-        shape, own_axis = abouts[name].shape, axis if scheme == INT8 else None
+        shape, own_axis = abouts[name].shape, axis if scheme == packing.INT8 else None
         if own_axis is None:  # int8 tensors with 3 axes have at least a scale per matrix
-            own_axis = usual_axis(scheme, shape)
+            own_axis = packing.usual_axis(scheme, shape)
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
         own_axis = own_axis and own_axis % len(shape)
@@ -182,18 +181,16 @@ def _quantized(
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():
         about = abouts[name]
-        as_stored = about.quantized and not about.packed
-        value: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+        value: Any = catalog.value(origin) if about.quantized and not about.packed else catalog.values(origin, name)
         if isinstance(value, Source):
             requests.append(request(name, value))
-            result[name] = requests[-1].result
-            continue
-        if decisions[name].scheme is not None or about.packed:
-            value = value.dequantize(threads=how.threads)
-        if decisions[name].scheme is not None:  # at once, so that only one is in memory as float32
-            only = request(name, of_reals(name, value, how.threads))
+            value = requests[-1].result
+        elif decisions[name].scheme is not None:  # at once, so that only one is in memory as float32
+            only = request(name, of_reals(name, value.dequantize(threads=how.threads), how.threads))
             run_requests([only], threads=how.threads, progress=None)
             value = only.result
+        elif about.packed:
+            value = value.dequantize(threads=how.threads)
         result[name] = value
     run_requests(requests, threads=how.threads, progress=how.progress)
     return result
@@ -312,15 +309,15 @@ def stack(
                 result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
             except ValueError as error:
                 raise ValueError(f"{show(name)}: {error}") from None
+        moved: dict[str, Array] = {}  # arrays that overlap those of the source
         if out is not None:
             check_disjoint(result)
-        refuse_own_files(result if out is not None else {}, catalog.weight_files)
-        filled = dict(result)
-        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
-            filled[name] = private_array(result[name].shape, result[name].dtype)
+            refuse_own_files(result, catalog.weight_files)
+            names = overlapping(result, catalog.memory_of(used))
+            moved = {name: private_array(result[name].shape, result[name].dtype) for name in names}
+        filled = {**result, **moved}
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
-        for name, array in filled.items():
-            if array is not result[name]:
-                np.copyto(result[name], array)
+        for name, array in moved.items():
+            np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in used)
     return result

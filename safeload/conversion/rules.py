@@ -21,7 +21,6 @@ from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL
 from ..core.names import check_matches
-from ..core.packing import SCHEMES, parse_scheme, scheme_row
 from ..core.paths import PathLike
 from ..core.showing import Result
 from ..core.store import read_at
@@ -205,7 +204,7 @@ def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
 def check_restorable(name: str, scheme: str) -> None:
     """Refuse to requantize a tensor that cannot be dequantized."""
     try:
-        readable = scheme_row(scheme).converts_to(_F32)
+        readable = packing.scheme_row(scheme).converts_to(_F32)
     except ValueError:  # an unknown ggml type
         readable = False
     if not readable:
@@ -217,8 +216,8 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
-        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse_scheme(scheme)}
-        self._schemes = {pattern: None if value is None else parse_scheme(value) for pattern, value in schemes.items()}
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": packing.parse_scheme(scheme)}
+        self._schemes = {key: None if to is None else packing.parse_scheme(to) for key, to in schemes.items()}
         self.kept = Kept(keep)
 
     @property
@@ -253,10 +252,10 @@ class Rules:
             return Planned(None, "no pattern of scheme= matches")
         if requested is None:
             return Planned(None, f"scheme={{{show(pattern)}: None}}")
-        result = SCHEMES[requested].of_rows(shape[-1])
+        result = packing.SCHEMES[requested].of_rows(shape[-1])
         usual = self._usual(name) if pattern == _ALL else ""  # an explicit pattern overrides the defaults
         if result is None:
-            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}"
+            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {packing.SCHEMES[requested].block}"
         return Planned(result or requested, usual, requested=None if result == requested else requested)
 
     def _usual(self, name: str) -> str:
@@ -690,8 +689,7 @@ def stack_of(catalog: Catalog, name: str, count: int, members: Mapping[int, Tens
 
 def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
     """Divide the up-projection of latent attention by heads."""
-    sizes = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
-    heads, keys, values = (_size(catalog, key) for key in sizes)
+    heads, keys, values = (_size(catalog, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
         text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
         raise error_about(FormatError, text, tensor=name)

@@ -129,11 +129,10 @@ def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Colle
 
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    nested = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
+    nested = [(key, value) for key, value in config.items() if depth and isinstance(value, Mapping)]
     for key, value in sorted(nested, key=lambda item: item[0] not in LANGUAGE):
         yield key, value
-        if depth > 1:
-            yield from _inner_configs(value, depth - 1)
+        yield from _inner_configs(value, depth - 1)
 
 
 def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:

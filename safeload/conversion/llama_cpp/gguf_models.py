@@ -126,11 +126,10 @@ def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], confi
     for key, (names, kind) in _SAMPLING.items():
         value = next((value for name in names if (value := content.get(name)) is not None), None)
         numbers = int if kind is gguf.I32 else (int, float)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
-            raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
-        keys[f"general.sampling.{key}"] = kind(value)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
+                raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
+            keys[f"general.sampling.{key}"] = kind(value)
     if name.strip(". "):
         words = name[:_LONGEST].strip().replace("-", " ").split()
         titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
@@ -268,17 +267,13 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
 
 def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
     """Return the recipes of a model of transformers, in the order of the file."""
+    names = [name for name in catalog if name not in _SETTINGS]
+    _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
     recipes: dict[str, TensorRecipe] = {}
-    unknown = []
-    for name in catalog:
-        if name in _SETTINGS:
-            continue
+    for name in names:
         pattern, numbers = without_numbers(name)
-        sources = [*form.layouts.get(pattern, {}).items()]
-        if not sources:
-            unknown.append(name)
-            continue
-        place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+        # of the published tensors that llama.cpp joins
+        place, layout = [*form.layouts[pattern].items()][-1 if experts == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
@@ -293,15 +288,13 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
             recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
         else:
             keys = [f"{form.architecture}.{key}" for key in layout.heads]
-            counts = (count_at(catalog, key) for key in keys)
-            heads = next((count for count in counts if count is not None), None)
+            heads = next((count for key in keys if (count := count_at(catalog, key)) is not None), None)
             if keys and not heads:
                 raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
             if heads and (not shape or shape[0] % (2 * heads)):
                 text = f"{list(shape)} does not have {heads} heads"
                 raise error_about(FormatError, text, path=catalog.title, tensor=name)
             recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
-    _refuse(unknown, catalog.title, "transformers")
     return recipes
 
 

@@ -130,9 +130,7 @@ def _check(config: ModelConfig, form: GgufForm) -> None:
         raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
     for key, allowed in form.assumes.items():
         value = config.values.get(key)
-        if value is None and None not in allowed:
-            continue
-        if (tuple(value) if isinstance(value, list) else value) not in allowed:
+        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
             expected = " or ".join(show([] if item == () else item) for item in allowed)
             raise config.unsupported(
                 f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
@@ -369,8 +367,8 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     }
     for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
-        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
-        config[name] = number if known else None
+        # llama.cpp has -1 for no token.
+        config[name] = number if isinstance(number, int) and 0 <= number < config["vocab_size"] else None
     if form.query_scale_by_width is not None:
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form.keys), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
@@ -393,30 +391,30 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
     kind = text_at(catalog, f"{prefix}scaling.type") or "none"
-    if kind in ("linear", "yarn"):
-        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
-        if kind == "yarn":
-            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
-            settings = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
-            rope.update((name, value) for name, value in settings if value is not None)
-            rope["truncate"] = True
-    elif kind not in ("none", "longrope"):
+    if kind not in ("none", "linear", "yarn", "longrope"):
         text = f"rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
         raise UnsupportedError(f"{catalog.title}: {text}")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": number("scaling.factor", 1.0)}
+    if kind == "yarn":
+        stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+        rope[_ORIGINAL] = number("scaling.original_context_length", 0)
+        rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
-            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
-            rope[f"{name}_factor"] = [_shortest(factor) for factor in factors.tolist()]
+            rope[f"{name}_factor"] = [*map(_shortest, _factors_in(catalog, f"rope_factors_{name}.weight").tolist())]
     if form.rope.dimensions == "partial":
-        heads = max(1, config["num_attention_heads"])
-        original = number("scaling.original_context_length", config["max_position_embeddings"])
-        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
-        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
-        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+        heads, width = max(1, config["num_attention_heads"]), config["hidden_size"]
+        stated_twice = {
+            _ORIGINAL: number("scaling.original_context_length", config["max_position_embeddings"]),
+            "partial_rotary_factor": number("dimension_count", width // heads) * heads / max(1, width),
+        }
+        rope |= stated_twice
+        config |= stated_twice
     config["rope_parameters"] = rope
     if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
@@ -435,7 +433,7 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     rope = config["rope_parameters"]
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:
-            rope["original_max_position_embeddings"] = original
+            rope[_ORIGINAL] = original
         _, tensors = settings_of(ModelConfig(config, catalog.title, form.keys), form)
         if all(
             name in catalog

@@ -135,10 +135,8 @@ class TokenizerFiles:
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
-        for key, item in decoder.items():
-            number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
-            tokens.append(self._added(CONFIG, number, item))
-        return tokens
+        numbers = {key: int(key) for key in decoder if key.isascii() and key.isdigit() and len(key) < 10}
+        return [*tokens, *(self._added(CONFIG, numbers.get(key), item) for key, item in decoder.items())]
 
     def _added(self, name: str, number: Any, item: Any) -> AddedToken:
         text = item.get("content") if isinstance(item, dict) else None
@@ -166,10 +164,10 @@ class Vocabulary:
         self.beyond = 0  # ids beyond the embedding, which are skipped
 
     def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
-        if number >= len(self.texts):
+        if number < len(self.texts):
+            self.texts[number], self.scores[number], self.types[number] = text, score, kind
+        else:
             self.beyond += 1
-            return
-        self.texts[number], self.scores[number], self.types[number] = text, score, kind
 
     def add(self, token: AddedToken) -> None:
         """Set an added token, which can be a control token by its text."""
@@ -218,10 +216,10 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
     decodes = _object(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
-        return _from_merges(files, model, rows)
+        return _from_merges(files, files.json, rows)
     if decodes != "ByteLevel":
         raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
-    return _byte_level(files, model, rows)
+    return _byte_level(files, files.json, rows)
 
 
 def _object(holder: Any, key: str) -> Mapping[str, Any]:
@@ -247,9 +245,9 @@ def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) ->
     return _with_added(files, scored, None if model.add_prefix else False)
 
 
-def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+def _from_merges(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json`` that was made from SentencePiece: scores fall with the merge."""
-    vocab, merges = _vocab(files, model), list(_pairs(files, model))
+    vocab, merges = _vocab(files, content["model"]), list(_pairs(files, content["model"]))
     scored = Vocabulary("llama", rows)
     ranks: dict[str, int] = {}
     last = ""
@@ -266,12 +264,11 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
         if len(text) > MAX_MERGED:
             raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
         for pair in ((text[:cut], text[cut:]) for cut in range(1, len(text))):
-            reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in pair)
-            if reachable and pair not in pairs:
+            if pair not in pairs and all(part in vocab and (len(part) == 1 or part in ranks) for part in pair):
                 parts = " and ".join(map(show, pair))
                 text = f"{JSON}: {parts} form a token without a merge, so scores cannot express its merges; add {MODEL}"
                 raise files.unsupported(text)
-    unknown = model.get("unk_token")
+    unknown = content["model"].get("unk_token")
     for text, number in vocab.items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         kind = BYTE if byte else UNKNOWN if text == unknown else NORMAL
@@ -279,7 +276,7 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
     for token in files.added_in_json:
         if token.text != unknown:
             scored.add(token)
-    return _with_added(files, scored, _space_prefix(files))
+    return _with_added(files, scored, _space_prefix(files, content))
 
 
 def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | None) -> Vocabulary:
@@ -297,18 +294,17 @@ def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | 
     return scored
 
 
-def _space_prefix(files: TokenizerFiles) -> bool:
+def _space_prefix(files: TokenizerFiles, content: Mapping[str, Any]) -> bool:
     """Return True if a text begins with a space, and refuse normalizers that llama.cpp does not have."""
-    assert files.json is not None
     prefix, replaces = False, False
-    for step in _steps(files.json.get("normalizer"), "normalizers"):
+    for step in _steps(content.get("normalizer"), "normalizers"):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
         elif step.get("type") == "Replace" and step.get("content") == SPACE and _is_at_spaces(step):
             replaces = True
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
-    for step in _steps(files.json.get("pre_tokenizer"), "pretokenizers"):
+    for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
         if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             if step.get("split", True) is True:
@@ -339,10 +335,10 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 # ---- byte-level BPE ----
 
 
-def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
-    assert files.json is not None
+def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
+    model = content["model"]
     vocab = _vocab(files, model)
-    for step in _steps(files.json.get("normalizer"), "normalizers"):
+    for step in _steps(content.get("normalizer"), "normalizers"):
         if step.get("type") != "NFC":
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
     result = Vocabulary("gpt2", rows)
@@ -357,7 +353,7 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
     # llama.cpp's name by the token ids of the probe text, or else by the steps of the pre-tokenizer.
     pre = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
     if pre is None:
-        steps, ignore_merges = _cuts(files.json.get("pre_tokenizer")), model.get("ignore_merges") is True
+        steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
         rows_of = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
         pre = next((row["name"] for row in rows_of if _cuts({"type": "Sequence", **row}) == steps), None)
     if pre is None:
@@ -565,7 +561,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
     """Yield the metadata keys of special tokens among ``texts``: ids, flags and chat templates."""
     tokens, adds, types = dict(files.config or {}), dict[str, bool](), [*USUAL]
     if files.json is not None:
-        _read_processor(files, tokens, adds, types)
+        _read_processor(files, files.json.get("post_processor"), tokens, adds, types)
     ids: dict[str, int] = {}
 
     def put(kind: str, number: Any) -> None:
@@ -591,13 +587,13 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
     yield from _templates(files)
 
 
-def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]) -> None:
+def _read_processor(
+    files: TokenizerFiles, processor: Any, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]
+) -> None:
     """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
-    assert files.json is not None
     for kind, other in (("bos", "cls"), ("eos", "sep")):
         if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
             tokens[f"{kind}_token"] = tokens[f"{other}_token"]
-    processor = files.json.get("post_processor")
     if processor is None:
         return
     if not isinstance(processor, dict):
@@ -609,20 +605,14 @@ def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[st
             adds.setdefault("bos", False)
             adds.setdefault("eos", False)
         elif isinstance(step, dict) and name == "TemplateProcessing":
-            single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
-            _read_template(single, pair, tokens, adds, None if files.config is None else types)
+            _read_template(step, tokens, adds, None if files.config is None else types)
         else:
             raise files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
 
 
-def _read_template(
-    single: list[tuple[str, str]],
-    pair: list[tuple[str, str]],
-    tokens: dict[str, Any],
-    adds: dict[str, bool],
-    types: list[str] | None,  # None without a ``tokenizer_config.json``
-) -> None:
-    """Read the tokens before and after a text, and between two texts."""
+def _read_template(step: Any, tokens: dict[str, Any], adds: dict[str, bool], types: list[str] | None) -> None:
+    """Read the tokens before and after a text, and between two; without a ``tokenizer_config.json`` types are None."""
+    single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
     bos, eos, cls, sep = (_text(tokens.get(f"{kind}_token")) for kind in ("bos", "eos", "cls", "sep"))
     first = single[0][1] if len(single) > 1 and single[0][0] == "SpecialToken" else None
     last = single[-1][1] if len(single) > 1 and single[-1][0] == "SpecialToken" else None
@@ -799,10 +789,9 @@ class _Tokens:
         count = len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
-        pieces = []
-        for text, score, kind in zip(self.texts[:count], self.scores, self.types, strict=False):
-            text = text.replace(" ", SPACE) if kind == USER_DEFINED else text
-            pieces.append(VocabularyPiece(text, score, kind if NORMAL <= kind <= BYTE else NORMAL))
+        texts = (t.replace(" ", SPACE) if k == USER_DEFINED else t for t, k in zip(self.texts, self.types, strict=True))
+        types = (kind if NORMAL <= kind <= BYTE else NORMAL for kind in self.types)
+        pieces = [*map(VocabularyPiece, islice(texts, count), self.scores, types)]
         return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
 
     def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
