@@ -144,15 +144,13 @@ class Merge:
         """Add the changes of a module."""
         if module in fit.unclear and lora.VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
+        base, targets = self.base, {fit.parameters.get(module, f"{module}.weight"): dict(parts)}
         if lora.VALUE in parts:
             targets = {module: {lora.VALUE: parts[lora.VALUE]}}
-        elif module in fit.parameters:
-            targets = {fit.parameters[module]: dict(parts)}
-        else:
-            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != lora.BIAS}}
-            if lora.BIAS in parts:
-                targets[f"{module}.bias"] = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
-        base = self.base
+        elif lora.BIAS in parts and module not in fit.parameters:
+            weight = {role: name for role, name in parts.items() if role != lora.BIAS}
+            bias = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
+            targets = {f"{module}.weight": weight, f"{module}.bias": bias}
         for model_name, roles in targets.items():  # patterns match the names of the model
             place = base.find(model_name)
             if isinstance(place, Apart) and module in fit.parameters:
@@ -161,14 +159,12 @@ class Merge:
                 for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
                     target = base.target(name)
                     if target.shape != (place.rows, place.columns):  # a plan can say anything
-                        needed = [place.rows, place.columns]
-                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
+                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {[place.rows, place.columns]}"
                         raise error_about(FormatError, text, path=base.title, tensor=name)
                     if change is None:
                         whole = target._replace(name=model_name, shape=place.shape)
                         change = self._change(adapter, fit, module, roles, whole)
-                    part = expert, slice(begin, begin + place.rows)
-                    self._add(name, change._replace(stacked=False, part=part))
+                    self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + place.rows))))
             elif isinstance(place, str) and place in base.names:
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
@@ -191,8 +187,7 @@ class Merge:
                 text += f"{list(shape)}: it needs {requirement}"
                 raise error_about(FormatError, text, path=path, tensor=parts[part])
 
-        for part, name in parts.items():
-            dtype = adapter.checkpoint.tensors[name].dtype
+        for part, dtype in ((part, adapter.checkpoint.tensors[name].dtype) for part, name in parts.items()):
             if not dtypes.parse(dtype).floating:
                 raise refused(part, f"is {dtype}: it must be floating")
         if lora.VALUE in parts:
@@ -211,15 +206,14 @@ class Merge:
         a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         for part in (a, b):
             need(len(shapes[part]) > 1, part, "two axes")
-        if parameter:
-            need(len(shape) in (2, 3), a, "a base of two or three axes")
+        need(not parameter or len(shape) in (2, 3), a, "a base of two or three axes")
         need(len(shape) > 1, a, "a base of two axes or more")
         stacked = len(shape) == 3 and (mlx or parameter)
         count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
-        total = rank = shapes[a][1 if mlx else 0]
-        if parameter:
-            need(count > 0 and total % count == 0, lora.A, f"a multiple of {count} rows, equally many for each matrix")
-            rank = total // count
+        total = shapes[a][1 if mlx else 0]
+        divides = not parameter or (count > 0 and total % count == 0)
+        need(divides, lora.A, f"a multiple of {count} rows, equally many for each matrix")
+        rank = total // count if parameter else total
         by_columns = a == lora.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
@@ -246,11 +240,11 @@ class Merge:
             own = [earlier for earlier in changes if earlier.adapter is change.adapter]
             # An adapter can have values under two names of a tensor: the first is taken.
             changes[:] = own if own and lora.VALUE in own[0].parts else [change, *own]
-            return
-        if any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+        elif any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             text = f"{show(name)} is a stack of matrices for one change and not for another"
             raise UnsupportedError(text, tensor=name)
-        changes.append(change)
+        else:
+            changes.append(change)
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
         text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
@@ -274,11 +268,14 @@ class Merge:
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
-        """Return a merged tensor."""
         target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        if changes and lora.VALUE in changes[0].parts:
-            target, changes = _replaced(target, changes[0]), changes[1:]
+        if changes and lora.VALUE in changes[0].parts:  # the adapter's values are in place of the tensor's own
+            checkpoint, stored = changes[0].adapter.checkpoint, changes[0].parts[lora.VALUE]
+            ((_, file, index),) = tensors_of(checkpoint, [stored])
+            source = in_rows(in_file(checkpoint, stored, file, index), target.work)
+            read = checkpoint.get_slice(stored, dtype=target.work.name).__getitem__
+            target, changes = target._replace(read=read, together=False, source=source), changes[1:]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
@@ -303,10 +300,9 @@ class Merge:
         if lora.BIAS in parts:
             bias = checkpoint.load([parts[lora.BIAS]], dtype=dtype, backend="pread")[parts[lora.BIAS]]
             return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
-        roles = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
-        a, b = map(parts.__getitem__, roles)
+        a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         read = _factors if change.part is None else self._cached_factors
-        return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
+        return read(change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns)
 
 
 # ---- values ----
@@ -325,15 +321,6 @@ class _Step(NamedTuple):
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return a shape as a matrix, with the other axes joined into columns."""
     return shape[0] if shape else 1, math.prod(shape[1:])
-
-
-def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
-    """Return the target with the adapter's values in place of its own."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[lora.VALUE]
-    ((_, file, index),) = tensors_of(checkpoint, [name])
-    source = in_rows(in_file(checkpoint, name, file, index), target.work)
-    read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
-    return target._replace(read=read, together=False, source=source)
 
 
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
@@ -461,11 +448,11 @@ def merging(
     weighted = listed(adapters)
     if not weighted:
         yield checkpoint, None
-        return
-    with ExitStack() as stack:
-        base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
-        warn_of_untied(merge.heads, checkpoint.config)
-        yield base, merge
+    else:
+        with ExitStack() as stack:
+            base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
+            warn_of_untied(merge.heads, checkpoint.config)
+            yield base, merge
 
 
 def fit(

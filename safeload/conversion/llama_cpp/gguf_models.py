@@ -168,10 +168,14 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
-    config = _own_config(catalog, architecture)
-    if config is not None:
-        form = gguf_forms()[config["architectures"][0]]
-        experts = str(metadata.get(_EXPERTS, SINGLE))
+    kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
+    if kept is not None:
+        name = source_of(kept)
+        if name is None or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
+            text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
+            raise FormatError(text, catalog.title)
+        form, experts = gguf_forms()[name], str(metadata.get(_EXPERTS, SINGLE))
+        config = {**without_quantization(kept), "architectures": [name]}
     else:
         form, experts = form_of(catalog), SINGLE
         config, notes = config_of(catalog, form)
@@ -185,18 +189,6 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
     return result
-
-
-def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
-    """Return the config that `to_llama_cpp` has kept, or None in a foreign file."""
-    config = kept_json(catalog, _CONFIG)
-    if config is None:
-        return None
-    name = source_of(config)
-    if name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
-        text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
-        raise FormatError(text, catalog.title)
-    return {**without_quantization(config), "architectures": [name]}
 
 
 # ---- the layout of tensors, both ways, by the table of the model's family ----

@@ -99,7 +99,20 @@ class ModelConfig:
 
 def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the metadata of a model in types of GGUF, and the tensors that hold settings: factors of rotations."""
-    _check(config, form)
+    activation = config.find(form.activations["config"])
+    if activation is not None and activation not in form.activations["values"]:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
+    for setting, allowed in form.assumes.items():
+        value = config.values.get(setting)
+        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
+            expected = " or ".join(show([] if item == () else item) for item in allowed)
+            raise config.unsupported(
+                f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
+            )
+    _check_windows(config, form)
+    scale = config.values.get("query_pre_attn_scalar")
+    if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
+        raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {usual}")
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
         value = key.default if (stated := config.find(key.config)) is None else stated
@@ -122,23 +135,6 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
 
 
 # ---- what llama.cpp assumes ----
-
-
-def _check(config: ModelConfig, form: GgufForm) -> None:
-    activation = config.find(form.activations["config"])
-    if activation is not None and activation not in form.activations["values"]:
-        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
-    for key, allowed in form.assumes.items():
-        value = config.values.get(key)
-        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
-            expected = " or ".join(show([] if item == () else item) for item in allowed)
-            raise config.unsupported(
-                f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
-            )
-    _check_windows(config, form)
-    scale = config.values.get("query_pre_attn_scalar")
-    if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
-        raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {usual}")
 
 
 def _query_scale(config: ModelConfig, form: GgufForm) -> int:

@@ -232,7 +232,6 @@ def _object(holder: Any, key: str) -> Mapping[str, Any]:
 
 
 def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) -> Vocabulary:
-    """Return the vocabulary of a ``tokenizer.model``."""
     if model.kind != BPE:
         algorithm = "unigram" if model.kind == UNIGRAM else model.kind
         raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
@@ -526,8 +525,7 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
     return bytes(result + _field(2, settings) + _field(3, normalizer))
 
 
-def _encoded(number: int) -> bytes:
-    """Return a varint."""
+def _varint(number: int) -> bytes:
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -537,11 +535,11 @@ def _encoded(number: int) -> bytes:
 
 
 def _numbers(values: Mapping[int, int]) -> bytes:
-    return b"".join(_encoded(field << 3 | VARINT) + _encoded(value) for field, value in values.items())
+    return b"".join(_varint(field << 3 | VARINT) + _varint(value) for field, value in values.items())
 
 
 def _field(field: int, content: bytes) -> bytes:
-    return _encoded(field << 3 | BYTES) + _encoded(len(content)) + content
+    return _varint(field << 3 | BYTES) + _varint(len(content)) + content
 
 
 # ---- special tokens ----
