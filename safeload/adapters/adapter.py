@@ -401,8 +401,7 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
                 return None
         if not changed:
             text = f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
-            text += "'modules_to_save' names neither"
-            raise FormatError(text, adapter.checkpoint.path, tensor=values[0])
+            raise FormatError(f"{text}'modules_to_save' names neither", adapter.checkpoint.path, tensor=values[0])
     return changed[0] if changed else None
 
 

@@ -81,8 +81,7 @@ def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
     """Refuse integers."""
     if not row.floating:
         text = f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
-        text += "config.json"
-        raise error_about(UnsupportedError, text, path=path, tensor=name)
+        raise error_about(UnsupportedError, f"{text}config.json", path=path, tensor=name)
 
 
 # ---- changes of a base ----

@@ -156,8 +156,7 @@ class Kept:
         left = [source for source in sources if not test(source)]
         if left and len(left) < len(sources):
             text = f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
-            text += f"the engine stores both in {show(name)}: select all or none"
-            raise UnsupportedError(text, tensor=name)
+            raise UnsupportedError(f"{text}the engine stores both in {show(name)}: select all or none", tensor=name)
         return bool(sources) and not left
 
     def check(self, names: Collection[Any]) -> None:
@@ -253,16 +252,14 @@ class Rules:
         if requested is None:
             return Planned(None, f"scheme={{{show(pattern)}: None}}")
         result = packing.SCHEMES[requested].of_rows(shape[-1])
-        usual = self._usual(name) if pattern == _ALL else ""  # an explicit pattern overrides the defaults
+        usual = ""
+        if pattern == _ALL:  # an explicit pattern overrides the defaults
+            role = None if self.schema is None else self.schema.role(name)
+            default = (f"matches {kept}" for kept in KEPT_NAMES if fnmatchcase(name, kept))
+            usual = next(default, "") if role is None else _KEPT_ROLES.get(role, "")
         if result is None:
             usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {packing.SCHEMES[requested].block}"
         return Planned(result or requested, usual, requested=None if result == requested else requested)
-
-    def _usual(self, name: str) -> str:
-        """Return why a matrix of this name is kept by default; "" if it is quantized."""
-        role = None if self.schema is None else self.schema.role(name)
-        matches = (f"matches {pattern}" for pattern in KEPT_NAMES if fnmatchcase(name, pattern))
-        return next(matches, "") if role is None else _KEPT_ROLES.get(role, "")
 
 
 # ---- llama.cpp's file types ----

@@ -164,8 +164,8 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     known = gguf_architectures()
     if architecture not in known:
         text = f"architecture {show(architecture)} cannot become a folder for transformers, expected one of "
-        text += ", ".join(sorted(known))
-        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
+        names = ", ".join(sorted(known))
+        raise UnsupportedError(f"{catalog.title}: {text}{names}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
     kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
