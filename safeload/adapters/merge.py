@@ -158,7 +158,8 @@ class Merge:
                 for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
                     target = base.target(name)
                     if target.shape != (place.rows, place.columns):  # a plan can say anything
-                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {[place.rows, place.columns]}"
+                        needed = [place.rows, place.columns]
+                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
                         raise error_about(FormatError, text, path=base.title, tensor=name)
                     if change is None:
                         whole = target._replace(name=model_name, shape=place.shape)

@@ -224,11 +224,10 @@ def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[
             for head, embedding, sign in _CONVENTIONS
             if head not in names and embedding in names and sign in names
         }
-    try:
+    with suppress(ValueError):  # the config lacks a key
         pairs = schema.pairs(names, config).items()
-    except ValueError:  # the config lacks a key
-        return {}
-    return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+        return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+    return {}
 
 
 def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:

@@ -264,7 +264,7 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
     recipes: dict[str, TensorRecipe] = {}
     for name in names:
         pattern, numbers = without_numbers(name)
-        # of the published tensors that llama.cpp joins
+        # Of the published tensors that llama.cpp joins, the last has fused experts.
         place, layout = [*form.layouts[pattern].items()][-1 if experts == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
