@@ -187,8 +187,8 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    weights = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-    return name.endswith(weights) or not name.endswith(".weight")
+    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    return name.endswith(kept) or not name.endswith(".weight")
 
 
 class MlxExperts(NamedTuple):

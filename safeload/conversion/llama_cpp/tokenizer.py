@@ -353,8 +353,8 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
     pre = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
     if pre is None:
         steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
-        rows_of = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
-        pre = next((row["name"] for row in rows_of if _cuts({"type": "Sequence", **row}) == steps), None)
+        choices = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
+        pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
