@@ -130,6 +130,7 @@ class Config:
         self._values = values  # parsed config.json; None without one
         self._defaults = defaults  # numbers and expressions
         self._file = file  # name of the config's file, for messages
+        self._cache: dict[tuple[str, int | None], int] = {}  # values of defaults by layer
 
     def evaluate(self, text: str, layer: int | None = None) -> int:
         """Return the value of an expression, for a condition in a layer."""
@@ -148,7 +149,11 @@ class Config:
         if value is not None:
             return value
         default = self._defaults.get(name)
-        return self.evaluate(default, layer) if isinstance(default, str) else default
+        if not isinstance(default, str):
+            return default
+        if (name, layer) not in self._cache:
+            self._cache[name, layer] = self.evaluate(default, layer)
+        return self._cache[name, layer]
 
     def _integer(self, name: str, layer: int | None) -> int:
         value = layer if name == LAYER_NUMBER else self.value(name, layer)
