@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count, permutations, takewhile
+from itertools import count, permutations, product, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -203,7 +203,6 @@ class Adapter:
         return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
-        """Return the factor of a module's change."""
         if self.mlx:
             return self.alpha * self.weight
         expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
@@ -214,7 +213,6 @@ class Adapter:
         return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank) * self.weight
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an adapter tensor."""
         return self.checkpoint.tensors[name].shape
 
     def is_copy(self, name: str) -> bool:
@@ -241,9 +239,8 @@ class Adapter:
                 text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
                 raise error_about(UnsupportedError, text, path=checkpoint.path)
             wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
-        for name in checkpoint:
-            if _UNUSED in name:  # the base's own value, stored beside its replacement
-                continue
+        # Without the base's own values, stored beside their replacements.
+        for name in (name for name in checkpoint if _UNUSED not in name):
             module, part = self._parse_name(name, wrappers)
             parts = modules.setdefault(module, {})
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
@@ -255,7 +252,17 @@ class Adapter:
         if not modules:
             raise FormatError("the adapter has no tensors", checkpoint.path)
         for parts in modules.values():
-            self._check_parts(parts)
+            if {A, EMBEDDING_A} <= parts.keys():
+                both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
+                raise FormatError(f"{both} of the adapter change one module in two ways", checkpoint.path)
+            for part, partners in _PARTNERS.items():
+                if part in parts and not partners & parts.keys():
+                    text = "of the adapter has no counterpart: A and B belong together"
+                    raise error_about(FormatError, text, path=checkpoint.path, tensor=parts[part])
+            if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
+                state = "no magnitude" if self.dora else "a magnitude"
+                text = f"the module of tensor {show(next(iter(parts.values())))} has {state}, which contradicts "
+                raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
         return modules
 
     def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
@@ -277,22 +284,6 @@ class Adapter:
             while wrapped in rest:  # wrappers can nest
                 rest = rest.replace(wrapped, ".")
         return rest, VALUE
-
-    def _check_parts(self, parts: Mapping[str, str]) -> None:
-        """Refuse inconsistent roles of a module."""
-        path = self.checkpoint.path
-        if {A, EMBEDDING_A} <= parts.keys():
-            both = f"tensors {show(parts[A])} and {show(parts[EMBEDDING_A])}"
-            raise FormatError(f"{both} of the adapter change one module in two ways", path)
-        for part, partners in _PARTNERS.items():
-            if part in parts and not partners & parts.keys():
-                text = "of the adapter has no counterpart: A and B belong together"
-                raise error_about(FormatError, text, path=path, tensor=parts[part])
-        if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
-            name = next(iter(parts.values()))
-            state = "no magnitude" if self.dora else "a magnitude"
-            key = "fine_tune_type" if self.mlx else "use_dora"
-            raise FormatError(f"the module of tensor {show(name)} has {state}, which contradicts {show(key)}", path)
 
 
 def listed(adapters: Any) -> list[tuple[Any, float]]:
@@ -320,11 +311,11 @@ def opened(
     stack: ExitStack, adapters: Iterable[tuple[Any, float]], storage_options: Mapping[str, Any] | None = None
 ) -> list[Adapter]:
     """Open adapters until ``stack`` closes."""
-    result = []
-    for path, weight in adapters:
-        seen = open_paths(path, None, None, "refuse", True, storage_options=storage_options)
-        result.append(Adapter(stack.enter_context(Checkpoint(seen)), weight))
-    return result
+    seen = (
+        (open_paths(path, None, None, "refuse", True, storage_options=storage_options), weight)
+        for path, weight in adapters
+    )
+    return [Adapter(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
 def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
@@ -410,8 +401,7 @@ def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
                 return None
         if not changed:
             text = f"tensors {show(values[0])} and {show(values[1])} of the adapter differ, but the base ties them and "
-            text += "'modules_to_save' names neither"
-            raise FormatError(text, adapter.checkpoint.path, tensor=values[0])
+            raise FormatError(f"{text}'modules_to_save' names neither", adapter.checkpoint.path, tensor=values[0])
     return changed[0] if changed else None
 
 
@@ -449,14 +439,12 @@ class Apart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stack."""
         return self.experts, len(self.layers) * self.rows, self.columns
 
     def tensors(self) -> Iterator[tuple[str, int, int]]:
         """Yield each stored tensor with its expert and its first row in the expert's matrix."""
-        for expert in range(self.experts):
-            for k, layer in enumerate(self.layers):
-                yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
+        for expert, (k, layer) in product(range(self.experts), enumerate(self.layers)):
+            yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
 
 
 class Base:
@@ -549,25 +537,23 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         if adapter.mlx or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
-        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):  # PEFT never transposes one expert
-            continue
-        if sizes in (shape[-2:], shape[:-3:-1]):
+        # PEFT never transposes one expert.
+        turns = len(shape) == (3 if module in parameters else 2) and shape[:-2] != (1,)
+        if turns and sizes in (shape[-2:], shape[:-3:-1]):
             turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
     turned.update(_guesses(adapter, turned, parameters, base.model_type))
     for module, order in turned.items():
         if order is None:
             name, experts = parameters.get(module, f"{module}.weight"), module in parameters
-            orders = "[experts, out, in] or [experts, in, out]" if experts else "[out, in] or [in, out]"
+            question = "[out, in] or [in, out]? 'fan_in_fan_out' may not hold for every layer of this adapter"
             if experts:
-                why = "Square experts do not show the order, and the adapter changes no other experts"
-            else:
-                why = "'fan_in_fan_out' may not hold for every layer of this adapter"
-                if not base.model_type:
-                    why += "; open the base as a folder, because its config.json may show the order"
+                question = "[experts, out, in] or [experts, in, out]? Square experts do not show the order, and the "
+                question += "adapter changes no other experts"
+            elif not base.model_type:
+                question += "; open the base as a folder, because its config.json may show the order"
             change = f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}"
-            unclear[module] = f"{change}, which is {list(base.shape(name))}: {orders}? {why}"
-    flag = adapter.transposed
-    transposed = frozenset(m for m in adapter.modules if turned.get(m, flag and m not in parameters))
+            unclear[module] = f"{change}, which is {list(base.shape(name))}: {question}"
+    transposed = frozenset(m for m in adapter.modules if turned.get(m, adapter.transposed and m not in parameters))
     return Fit(parameters, transposed, unclear)
 
 
@@ -625,14 +611,13 @@ def _matched(
     absent = next((name for name in names if not base.find(name)), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)
-    orders = [tuple(names)]
-    reason = ""
+    orders, reason = [tuple(names)], ""
     if len(names) != len(modules):
         reason = f"it has {len(modules)} of this module, but 'target_parameters' names {len(names)} tensors there"
     elif 1 < len(names) <= _MAX_PARAMETERS:
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
-        fits = [order for order in permutations(names) if all(suits[pair] for pair in zip(modules, order, strict=True))]
-        orders = fits or orders
+        tried = (order for order in permutations(names) if all(map(suits.get, zip(modules, order, strict=True))))
+        orders = [*tried] or orders
     if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
         reason = "neither shapes nor names tell which change belongs to which tensor"
     if not reason:
@@ -644,7 +629,6 @@ def _matched(
 
 
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a change can belong to a tensor of this shape."""
     sizes = _sizes(adapter, module)
     return sizes == shape if len(shape) == 2 else len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
 
@@ -667,8 +651,7 @@ def _guesses(
             orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
-    conv1d = set().union(*(orders for last, orders in layers.items() if last in CONV1D))
-    flag = adapter.transposed
+    conv1d, flag = set().union(*(orders for last, orders in layers.items() if last in CONV1D)), adapter.transposed
     plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
     guesses: dict[str, bool | None] = {}

@@ -71,17 +71,15 @@ def in_rows(source: Source | None, work: np.dtype[Any]) -> Source | None:
     """Return a source if jobs can read its rows as float32, `work`; remote files are fetched tile by tile instead."""
     if source is None or source.packed is not None or (source.file is not None and source.file.remote):
         return None
-    if work != np.float32 or math.prod(source.shape[1:]) % source.row.block or not source.row.converts_to(_F32):
-        return None
-    return source
+    whole_rows = math.prod(source.shape[1:]) % source.row.block == 0
+    return source if whole_rows and work == np.float32 and source.row.converts_to(_F32) else None
 
 
 def check_floating(name: str, row: dtypes.Dtype, path: str | None) -> None:
     """Refuse integers."""
     if not row.floating:
         text = f"of the base is {row.code}, which no adapter can change; an integer base is quantized and needs its "
-        text += "config.json"
-        raise error_about(UnsupportedError, text, path=path, tensor=name)
+        raise error_about(UnsupportedError, f"{text}config.json", path=path, tensor=name)
 
 
 # ---- changes of a base ----
@@ -143,22 +141,19 @@ class Merge:
         """Add the changes of a module."""
         if module in fit.unclear and lora.VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
+        base, targets = self.base, {fit.parameters.get(module, f"{module}.weight"): dict(parts)}
         if lora.VALUE in parts:
             targets = {module: {lora.VALUE: parts[lora.VALUE]}}
-        elif module in fit.parameters:
-            targets = {fit.parameters[module]: dict(parts)}
-        else:
-            targets = {f"{module}.weight": {role: name for role, name in parts.items() if role != lora.BIAS}}
-            if lora.BIAS in parts:
-                targets[f"{module}.bias"] = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
-        base = self.base
+        elif lora.BIAS in parts and module not in fit.parameters:
+            weight = {role: name for role, name in parts.items() if role != lora.BIAS}
+            bias = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
+            targets = {f"{module}.weight": weight, f"{module}.bias": bias}
         for model_name, roles in targets.items():  # patterns match the names of the model
             place = base.find(model_name)
             if isinstance(place, Apart) and module in fit.parameters:
                 change = None
-                for name, expert, begin in place.tensors():
-                    if name not in base.names:  # it belongs to another piece
-                        continue
+                # The other tensors belong to another piece.
+                for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
                     target = base.target(name)
                     if target.shape != (place.rows, place.columns):  # a plan can say anything
                         needed = [place.rows, place.columns]
@@ -167,8 +162,7 @@ class Merge:
                     if change is None:
                         whole = target._replace(name=model_name, shape=place.shape)
                         change = self._change(adapter, fit, module, roles, whole)
-                    part = expert, slice(begin, begin + place.rows)
-                    self._add(name, change._replace(stacked=False, part=part))
+                    self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + place.rows))))
             elif isinstance(place, str) and place in base.names:
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
@@ -191,8 +185,7 @@ class Merge:
                 text += f"{list(shape)}: it needs {requirement}"
                 raise error_about(FormatError, text, path=path, tensor=parts[part])
 
-        for part, name in parts.items():
-            dtype = adapter.checkpoint.tensors[name].dtype
+        for part, dtype in ((part, adapter.checkpoint.tensors[name].dtype) for part, name in parts.items()):
             if not dtypes.parse(dtype).floating:
                 raise refused(part, f"is {dtype}: it must be floating")
         if lora.VALUE in parts:
@@ -211,15 +204,14 @@ class Merge:
         a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         for part in (a, b):
             need(len(shapes[part]) > 1, part, "two axes")
-        if parameter:
-            need(len(shape) in (2, 3), a, "a base of two or three axes")
+        need(not parameter or len(shape) in (2, 3), a, "a base of two or three axes")
         need(len(shape) > 1, a, "a base of two axes or more")
         stacked = len(shape) == 3 and (mlx or parameter)
         count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
-        total = rank = shapes[a][1 if mlx else 0]
-        if parameter:
-            need(count > 0 and total % count == 0, lora.A, f"a multiple of {count} rows, equally many for each matrix")
-            rank = total // count
+        total = shapes[a][1 if mlx else 0]
+        divides = not parameter or (count > 0 and total % count == 0)
+        need(divides, lora.A, f"a multiple of {count} rows, equally many for each matrix")
+        rank = total // count if parameter else total
         by_columns = a == lora.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
@@ -246,11 +238,11 @@ class Merge:
             own = [earlier for earlier in changes if earlier.adapter is change.adapter]
             # An adapter can have values under two names of a tensor: the first is taken.
             changes[:] = own if own and lora.VALUE in own[0].parts else [change, *own]
-            return
-        if any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+        elif any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             text = f"{show(name)} is a stack of matrices for one change and not for another"
             raise UnsupportedError(text, tensor=name)
-        changes.append(change)
+        else:
+            changes.append(change)
 
     def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
         text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
@@ -274,11 +266,14 @@ class Merge:
         return row
 
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
-        """Return a merged tensor."""
         target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
-        if changes and lora.VALUE in changes[0].parts:
-            target, changes = _replaced(target, changes[0]), changes[1:]
+        if changes and lora.VALUE in changes[0].parts:  # the adapter's values are in place of the tensor's own
+            checkpoint, stored = changes[0].adapter.checkpoint, changes[0].parts[lora.VALUE]
+            ((_, file, index),) = tensors_of(checkpoint, [stored])
+            source = in_rows(in_file(checkpoint, stored, file, index), target.work)
+            read = checkpoint.get_slice(stored, dtype=target.work.name).__getitem__
+            target, changes = target._replace(read=read, together=False, source=source), changes[1:]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
@@ -292,9 +287,9 @@ class Merge:
                 steps.append(_with_norms(step, change, matrix, steps) if lora.MAGNITUDE in change.parts else step)
             if in_core and all(step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
-                continue
-            for begin, tile in _changed_tiles(matrix, steps):
-                astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
+            else:
+                for begin, tile in _changed_tiles(matrix, steps):
+                    astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         return result
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
@@ -303,10 +298,9 @@ class Merge:
         if lora.BIAS in parts:
             bias = checkpoint.load([parts[lora.BIAS]], dtype=dtype, backend="pread")[parts[lora.BIAS]]
             return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
-        roles = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
-        a, b = map(parts.__getitem__, roles)
+        a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         read = _factors if change.part is None else self._cached_factors
-        return read(change.adapter, a, b, dtype, count=change.matrices, by_columns=change.by_columns)
+        return read(change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns)
 
 
 # ---- values ----
@@ -327,15 +321,6 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0] if shape else 1, math.prod(shape[1:])
 
 
-def _replaced(target: AdapterTarget, change: Change) -> AdapterTarget:
-    """Return the target with the adapter's values in place of its own."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[lora.VALUE]
-    ((_, file, index),) = tensors_of(checkpoint, [name])
-    source = in_rows(in_file(checkpoint, name, file, index), target.work)
-    read = checkpoint.get_slice(name, dtype=target.work.name).__getitem__
-    return target._replace(read=read, together=False, source=source)
-
-
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
     checkpoint, name = change.adapter.checkpoint, change.parts[lora.MAGNITUDE]
@@ -350,7 +335,6 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
 
 
 def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
-    """Yield the matrices of a stack."""
     count, rows, columns = target.shape
     matrix = target._replace(shape=(rows, columns), together=target.row is None)
     source = target.source
@@ -378,8 +362,7 @@ def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
         height -= height % _BLOCK
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
-        values = target.read(slice(begin, end) if target.shape else ...)
-        yield begin, values.reshape(end - begin, columns)
+        yield begin, target.read(slice(begin, end) if target.shape else ...).reshape(end - begin, columns)
 
 
 def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
@@ -463,11 +446,11 @@ def merging(
     weighted = listed(adapters)
     if not weighted:
         yield checkpoint, None
-        return
-    with ExitStack() as stack:
-        base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
-        warn_of_untied(merge.heads, checkpoint.config)
-        yield base, merge
+    else:
+        with ExitStack() as stack:
+            base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
+            warn_of_untied(merge.heads, checkpoint.config)
+            yield base, merge
 
 
 def fit(
@@ -515,15 +498,13 @@ def load_merged(
     rows = {name: merge.target_row(name, dtype) for name in all_names if name in merge}
     shapes = {name: tuple(checkpoint.tensors[name].shape) for name in rows}
     plain = [name for name in all_names if name not in rows]
-    plain_out = out
     if out is not None:
         check_out_names(out, all_names, "load")
         refuse_own_files(out, checkpoint.weight_files)
         for name, row in rows.items():
             check_fits(name, dtypes.array_dtype(row.number), shapes[name], out)
-        in_numpy = {name: array for name, array in out.items() if isinstance(array, np.ndarray)}
-        check_disjoint({name: array for name, array in in_numpy.items() if array.flags.c_contiguous})
-        plain_out = {name: array for name, array in out.items() if name not in rows}
+        check_disjoint({k: v for k, v in out.items() if isinstance(v, np.ndarray) and v.flags.c_contiguous})
+    plain_out = None if out is None else {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
     arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
     done = sum(array.nbytes for array in arrays.values())

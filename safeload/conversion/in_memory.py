@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from ..core.arrays import Array, check_disjoint, check_mapping, overlapping
 from ..core.cast import target_array
 from ..core.load import parse_target, refuse_own_files
 from ..core.memory import check_threads, private_array
-from ..core.packing import INT8, SCHEMES, usual_axis
 from ..core.paths import PathLike
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
@@ -27,7 +26,7 @@ from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider
-from .make import Decision, Maker, Stack, fill, plan
+from .make import Decision, Maker, fill, plan
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
 
@@ -116,7 +115,7 @@ def load_quantized(
         >>> weights["lm_head.weight"].dtype
         dtype('float32')
     """
-    SCHEMES["q4_0"].target(rounding)
+    packing.SCHEMES["q4_0"].target(rounding)
     check_threads(threads)
     preset = preset_of(scheme)
     if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
@@ -146,8 +145,8 @@ def load_quantized(
             if isinstance(value, np.ndarray):
                 result[name] = jobs.native_order(value)
         summary = decider.summary(sum(value.nbytes for value in result.values()))
-        kept = {name: reason for name, reason in summary.kept.items() if name in result}  # other heads stay tied
-        result.summary = summary._replace(kept=kept)
+        # Other heads stay tied.
+        result.summary = summary._replace(kept={name: why for name, why in summary.kept.items() if name in result})
         return result
 
 
@@ -163,7 +162,7 @@ def _quantized(
     """Load tensors quantized, and other floating tensors as float32, in one run."""
     origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
     abouts = {name: catalog.about(origin) for name, origin in origins.items()}
-    weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, INT8)}
+    weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, packing.INT8)}
     importance = importance_by_name({} if imatrix is None else imatrix, weighted)
 
     def request(name: str, values: Source) -> Request:
@@ -171,9 +170,9 @@ def _quantized(
         if scheme is None:
             row = dtypes.BY_CODE["F32"] if values.row.floating else values.row
             return Request(values, private_array(values.shape, dtypes.array_dtype(row.number)), row.number)
-        shape, own_axis = abouts[name].shape, axis if scheme == INT8 else None
+        shape, own_axis = abouts[name].shape, axis if scheme == packing.INT8 else None
         if own_axis is None:  # int8 tensors with 3 axes have at least a scale per matrix
-            own_axis = usual_axis(scheme, shape)
+            own_axis = packing.usual_axis(scheme, shape)
         elif not -len(shape) <= own_axis < len(shape):
             raise ValueError(f"{subject(name)}axis {axis} is out of range for shape {list(shape)}")
         own_axis = own_axis and own_axis % len(shape)
@@ -182,20 +181,17 @@ def _quantized(
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():
         about = abouts[name]
-        as_stored = about.quantized and not about.packed
-        value: Any = catalog.value(origin) if as_stored else catalog.values(origin, name)
+        value: Any = catalog.value(origin) if about.quantized and not about.packed else catalog.values(origin, name)
         if isinstance(value, Source):
             requests.append(request(name, value))
-            result[name] = requests[-1].result
-            continue
+            value = requests[-1].result
+        elif decisions[name].scheme is not None:  # at once, so that only one is in memory as float32
+            only = request(name, of_reals(name, value.dequantize(threads=how.threads), how.threads))
+            run_requests([only], threads=how.threads, progress=None)
+            value = only.result
+        elif about.packed:
+            value = value.dequantize(threads=how.threads)
         result[name] = value
-        quantizes = decisions[name].scheme is not None
-        if isinstance(value, QuantizedTensor) and (quantizes or about.packed):
-            result[name] = array = value.dequantize(threads=how.threads)
-            if quantizes:  # at once, so that only one is in memory as float32
-                only = request(name, of_reals(name, array, how.threads))
-                run_requests([only], threads=how.threads, progress=None)
-                result[name] = only.result
     run_requests(requests, threads=how.threads, progress=how.progress)
     return result
 
@@ -301,33 +297,27 @@ def stack(
         plans = plan(catalog.descriptions([*catalog]), layout, target)
         used = {name for stack in plans for name in stack.names}
         catalog.refuse_codes(used, "stack")
-        result = _targets(plans, out)
-        refuse_own_files(result if out is not None else {}, catalog.weight_files)
-        filled = dict(result)
-        for name in overlapping(result if out is not None else {}, catalog.memory_of(used)):
-            filled[name] = private_array(result[name].shape, result[name].dtype)
+        result = StackedDict()
+        unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+        if unknown:
+            raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
+        for stack in plans:
+            dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
+            if out is not None and name not in out:
+                raise ValueError(f"out: no array for {show(name)}")
+            try:
+                result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
+            except ValueError as error:
+                raise ValueError(f"{show(name)}: {error}") from None
+        moved: dict[str, Array] = {}  # arrays that overlap those of the source
+        if out is not None:
+            check_disjoint(result)
+            refuse_own_files(result, catalog.weight_files)
+            names = overlapping(result, catalog.memory_of(used))
+            moved = {name: private_array(result[name].shape, result[name].dtype) for name in names}
+        filled = {**result, **moved}
         fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
-        for name, array in filled.items():
-            if array is not result[name]:
-                np.copyto(result[name], array)
+        for name, array in moved.items():
+            np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in used)
-    return result
-
-
-def _targets(plans: Sequence[Stack], out: Mapping[str, Array] | None) -> StackedDict:
-    """Return the arrays to fill: ``out`` if given, else new arrays."""
-    result = StackedDict()
-    unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
-    if unknown:
-        raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
-    for stack in plans:
-        dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
-        if out is not None and name not in out:
-            raise ValueError(f"out: no array for {show(name)}")
-        try:
-            result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
-        except ValueError as error:
-            raise ValueError(f"{show(name)}: {error}") from None
-    if out is not None:
-        check_disjoint(result)
     return result

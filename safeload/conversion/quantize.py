@@ -16,10 +16,8 @@ import numpy as np
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, index_of
 from ..core.cast import astype
-from ..core.jobs import Channels, Job, Origin
 from ..core.memory import check_threads, private_array, thread_count
 from ..core.native import TIER, address_of, ffi, lib
-from ..core.packing import INT8, SCHEMES, parse_scheme
 from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..core.restore import divided, restore_jobs, values_before
@@ -111,11 +109,11 @@ def quantize(
         # Ternary codes of a matrix, like `WeightQuant` of transformers' integrations/bitnet.py, in float32.
         packed, parts = to_bitnet(np.asarray(astype(x, np.float32, threads=threads)))
         return QuantizedTensor.of_parts(packed, {}, parts)
-    name = parse_scheme(scheme)
+    name = packing.parse_scheme(scheme)
     if importance is not None:
         rounding = weighted_rounding(name, rounding)
-    SCHEMES[name].target(rounding)  # refuses an unknown rounding
-    if name == INT8 and rounding is not None:
+    packing.SCHEMES[name].target(rounding)  # refuses an unknown rounding
+    if name == packing.INT8 and rounding is not None:
         raise ValueError("rounding= applies only to q4_0: int8 supports a single rounding")
     check_threads(threads)
     source = of_reals("", x, threads)
@@ -123,7 +121,12 @@ def quantize(
         axis += len(source.shape)
     storage_of(name, source.shape, axis)
     if out is not None:
-        _check_out(out, source, name, axis)
+        if not isinstance(out, QuantizedTensor):
+            raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}")
+        if (out.scheme, out.shape, out.axis) != (name, source.shape, axis):
+            raise ValueError(f"out is {show(out)}, but the result is {name} {list(source.shape)} with axis={axis}")
+        if not (out.data.flags.c_contiguous and out.data.flags.writeable):
+            raise ValueError("out.data must be C-contiguous and writable")
     weights = None if importance is None else check_importance(importance, source.shape)
     result = quantize_source(source, name, axis=axis, rounding=rounding, threads=threads, importance=weights)
     if out is None:
@@ -136,20 +139,11 @@ def quantize(
 
 def weighted_rounding(scheme: Any, rounding: Rounding | None, argument: str = "importance=") -> Rounding:
     """Return the rounding for a scheme with importance."""
-    if scheme == INT8:
+    if scheme == packing.INT8:
         raise ValueError(f"{argument} applies to ggml's block types, got int8")
     if rounding not in (None, "ggml"):
         raise ValueError(f'{argument} implies rounding="ggml", got {show(rounding)}')
     return "ggml"
-
-
-def _check_out(out: QuantizedTensor, source: Source, scheme: str, axis: int | None) -> None:
-    if not isinstance(out, QuantizedTensor):
-        raise TypeError(f"out must be a QuantizedTensor, got {type(out).__name__}")
-    if (out.scheme, out.shape, out.axis) != (scheme, source.shape, axis):
-        raise ValueError(f"out is {show(out)}, but the result is {scheme} {list(source.shape)} with axis={axis}")
-    if not (out.data.flags.c_contiguous and out.data.flags.writeable):
-        raise ValueError("out.data must be C-contiguous and writable")
 
 
 def quantize_source(
@@ -180,27 +174,26 @@ def check_importance(importance: Any, shape: tuple[int, ...], name: str = "") ->
     with np.errstate(over="ignore"):
         vectors = np.ascontiguousarray(np.asarray(importance), np.float32)
     columns = shape[-1] if shape else 1
-    matrices = math.prod(shape[:-2])
-    if vectors.shape not in ((columns,), (matrices, columns), (*shape[:-2], columns)):
+    if vectors.shape not in ((columns,), (math.prod(shape[:-2]), columns), (*shape[:-2], columns)):
         either = f" or {[*shape[:-2], columns]}" if len(shape) > 2 else ""
-        text = f"importance has shape {list(vectors.shape)}, expected [{columns}]{either}"
-        raise ValueError(subject(name) + text)
+        raise ValueError(f"{subject(name)}importance has shape {list(vectors.shape)}, expected [{columns}]{either}")
     if not (np.isfinite(vectors) & (vectors >= 0)).all():
         raise ValueError(f"{subject(name)}importance must be finite and >= 0")
     return vectors.reshape(-1, columns)
 
 
-def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, threads: int | None) -> Iterator[Job]:
+def weighted_jobs(
+    source: Source, scheme: str, memory: int, importance: Array, threads: int | None
+) -> Iterator[jobs.Job]:
     """Yield the jobs that quantize a tensor to ``memory`` (address), one for each matrix with its own importance."""
-    target = SCHEMES[scheme].dtype
-    columns = source.shape[-1]
+    target, columns = packing.SCHEMES[scheme].dtype, source.shape[-1]
     if source.packed is not None and (len(importance) > 1 or not source.in_order):
         # In another order than their values, or with an importance for each matrix.
         values = read_values(source, _F32, private_array(source.shape, np.dtype(np.float32)), threads)
         source = of_numbers(source.name, values, source.row, threads)
     first = source.work(lib.SL_OP_WEIGHTED, memory)._replace(target=target.number)
     if source.packed is not None:
-        yield first._replace(channels=Channels(columns, 1, importance[0]))
+        yield first._replace(channels=jobs.Channels(columns, 1, importance[0]))
         return
     elements = math.prod(source.shape) // len(importance)
     for index, vector in enumerate(importance):
@@ -208,8 +201,8 @@ def weighted_jobs(source: Source, scheme: str, memory: int, importance: Array, t
             offset=source.offset + source.row.nbytes(index * elements),
             size=source.row.nbytes(elements),
             memory=memory + target.nbytes(index * elements),
-            channels=Channels(columns, 1, vector),
-            origin=Origin(source.name, source.shape, source.owner, index * elements),
+            channels=jobs.Channels(columns, 1, vector),
+            origin=jobs.Origin(source.name, source.shape, source.owner, index * elements),
         )
 
 
@@ -239,7 +232,7 @@ def quantizing(
     scales = None if scale is None else np.zeros(scale[1], scale[0])
     codes = private_array(data_shape, data_dtype) if data is None else data
     result = QuantizedTensor(scheme, source.shape, codes, scales, axis)
-    return Request(source, result, SCHEMES[scheme].target(rounding if scheme == "q4_0" else None), importance)
+    return Request(source, result, packing.SCHEMES[scheme].target(rounding if scheme == "q4_0" else None), importance)
 
 
 def run_requests(requests: Sequence[Request], *, threads: int | None, progress: Progress) -> None:
@@ -265,16 +258,14 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
     batch = jobs.Batch()
     for source, result, target, weights in ordered:
         memory = address(result.data if isinstance(result, QuantizedTensor) else result)
-        work: Iterable[Job] = source.jobs(memory, target)
+        work: Iterable[jobs.Job] = source.jobs(memory, target)
         if isinstance(result, QuantizedTensor):
             if result.scale is not None:
                 factors = _set_scale(result, next(maxima))
-                channels = channels_of(source.shape, result.axis, factors)
-                work = [source.work(lib.SL_OP_INT8, memory, channels=channels)]
-            elif weights is not None and SCHEMES[result.scheme].weighted and source.size:
+                work = [source.work(lib.SL_OP_INT8, memory, channels=channels_of(source.shape, result.axis, factors))]
+            elif weights is not None and packing.SCHEMES[result.scheme].weighted and source.size:
                 work = weighted_jobs(source, result.scheme, memory, weights, threads)
-        for job in work:
-            batch.jobs.append(job)
+        batch.jobs += work
     batch.run(threads=threads, progress=second)
 
 
@@ -282,8 +273,7 @@ def maxima_of(
     tensors: Sequence[tuple[Source, int | None]], threads: int | None, progress: Progress = None
 ) -> list[Array]:
     """Return the bits of the largest magnitude in each channel of tensors with ordered values, to quantize to int8."""
-    counts = [1 if axis is None else source.shape[axis] for source, axis in tensors]
-    ends = np.cumsum([0, *counts])
+    ends = np.cumsum([0, *(1 if axis is None else source.shape[axis] for source, axis in tensors)])
     bits = np.zeros(ends[-1], np.uint32)
     maxima = [bits[begin:end] for begin, end in pairwise(ends.tolist())]
     work = [
@@ -343,10 +333,10 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
                 restoring = restore_jobs(source.packed, at, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
                 jobs.Batch(restoring).run(threads=threads)
             own, inner = _channels(source.shape, result.axis, begin, count)
-            origin = Origin(source.name, source.shape, values, begin)
+            origin = jobs.Origin(source.name, source.shape, values, begin)
             memory = address(maxima[own]) if factors is None else address(result.data) + begin
-            channels = Channels(own.stop - own.start, inner, None if factors is None else factors[own])
-            job = Job(None, address(values), memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
+            channels = jobs.Channels(own.stop - own.start, inner, None if factors is None else factors[own])
+            job = jobs.Job(None, address(values), memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
             jobs.Batch([job]).run(threads=threads)
             if factors is None and _not_finite(maxima[own]):  # raises, with the index
                 jobs.Batch([job._replace(memory=0, op=lib.SL_OP_FINITE, channels=None)]).run(threads=threads)
@@ -443,8 +433,7 @@ def weights_in(
     if arranged is not None and arranged.recipes[name].renamed is None:
         items = arranged.recipes[name].items
         if len(items) > 1:
-            packed = any(base.about(source).packed for source in arranged.sources_of(name))
-            alone = packed or base.in_memory or base.makes
+            alone = base.in_memory or base.makes or any(base.about(each).packed for each in arranged.sources_of(name))
             return _of_items(arranged, items, row, free, alone=alone)
     elif not base.makes:
         value = catalog.values(name)
@@ -538,8 +527,7 @@ class Encoding(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        stored = map(self.stored, self.preset.parts)
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in map(self.stored, self.preset.parts))
 
     def constants(self) -> dict[str, Array]:
         """Return the parts that do not depend on the values."""
@@ -611,8 +599,7 @@ def encode(
     for _ in _each_strip(run, encoding, weights, threads):
         pass
     scale_dtype, scale_shape = encoding.stored(packing.SCALE)
-    by_code = scale_dtype.itemsize == 1
-    scale = scale_codes.view(scale_dtype) if by_code else _little(scales, scale_dtype)
+    scale = scale_codes.view(scale_dtype) if scale_dtype.itemsize == 1 else _little(scales, scale_dtype)
     parts: dict[str, Array] = {packing.SCALE: scale.reshape(scale_shape)}
     if not only_scales:
         parts[packing.CODES] = codes
@@ -705,5 +692,4 @@ def _packed_zeros(zeros: Array, bits: int) -> Array:
     padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint8)
     padded.reshape(-1, columns)[:rows] = zeros + np.int8(half)
     shifts = (bits * np.arange(per_word, dtype=np.uint32))[:, None]
-    words: Array = np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1)
-    return jobs.native_order(words.view(np.int32))
+    return jobs.native_order(np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1).view(np.int32))

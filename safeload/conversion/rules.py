@@ -21,16 +21,15 @@ from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL
 from ..core.names import check_matches
-from ..core.packing import SCHEMES, parse_scheme, scheme_row
 from ..core.paths import PathLike
 from ..core.showing import Result
 from ..core.store import read_at
 from ..core.text import error_about, plural, show, subject
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported
 from ..formats import mixtures
-from ..formats.mixtures import EMBEDDINGS, FLOAT16, ImportanceMatrix, ModelSizes, TensorType
-from ..models.choosing import STACK, TIE, absent_heads, choose, dtype_in
-from ..models.choosing import tied_heads as heads_tied_in
+from ..formats.mixtures import ImportanceMatrix, ModelSizes
+from ..models import choosing
+from ..models.choosing import STACK, TIE
 from ..models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
 from ..models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
 from ..models.schema import MAX_EXPERTS, Schema
@@ -157,8 +156,7 @@ class Kept:
         left = [source for source in sources if not test(source)]
         if left and len(left) < len(sources):
             text = f"keep= selects {show(next(s for s in sources if s not in left))} and not {show(left[0])}, but "
-            text += f"the engine stores both in {show(name)}: select all or none"
-            raise UnsupportedError(text, tensor=name)
+            raise UnsupportedError(f"{text}the engine stores both in {show(name)}: select all or none", tensor=name)
         return bool(sources) and not left
 
     def check(self, names: Collection[Any]) -> None:
@@ -191,7 +189,7 @@ def _test_of(pattern: str) -> Callable[[str], object]:
 
 def schema_of(catalog: Catalog) -> Schema | None:
     """Return the schema of a model's architecture, which gives the roles of its tensors, such as embedding and norm."""
-    choice = choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
+    choice = choosing.choose(catalog.config, catalog.format, dict.fromkeys(catalog).keys())
     return None if choice is None else choice.schema
 
 
@@ -199,13 +197,13 @@ def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
     """Return the embedding that each absent head is tied to, by the name of the head."""
     if schema is None and _HEADLESS in str(catalog.metadata.get(ARCHITECTURE, "")):
         return {}
-    return absent_heads(schema, dict.fromkeys(catalog).keys(), catalog.config)
+    return choosing.absent_heads(schema, dict.fromkeys(catalog).keys(), catalog.config)
 
 
 def check_restorable(name: str, scheme: str) -> None:
     """Refuse to requantize a tensor that cannot be dequantized."""
     try:
-        readable = scheme_row(scheme).converts_to(_F32)
+        readable = packing.scheme_row(scheme).converts_to(_F32)
     except ValueError:  # an unknown ggml type
         readable = False
     if not readable:
@@ -217,8 +215,8 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
-        schemes = scheme if isinstance(scheme, Mapping) else {"*": parse_scheme(scheme)}
-        self._schemes = {pattern: None if value is None else parse_scheme(value) for pattern, value in schemes.items()}
+        schemes = scheme if isinstance(scheme, Mapping) else {"*": packing.parse_scheme(scheme)}
+        self._schemes = {key: None if to is None else packing.parse_scheme(to) for key, to in schemes.items()}
         self.kept = Kept(keep)
 
     @property
@@ -253,18 +251,15 @@ class Rules:
             return Planned(None, "no pattern of scheme= matches")
         if requested is None:
             return Planned(None, f"scheme={{{show(pattern)}: None}}")
-        result = SCHEMES[requested].of_rows(shape[-1])
-        usual = self._usual(name) if pattern == _ALL else ""  # an explicit pattern overrides the defaults
+        result = packing.SCHEMES[requested].of_rows(shape[-1])
+        usual = ""
+        if pattern == _ALL:  # an explicit pattern overrides the defaults
+            role = None if self.schema is None else self.schema.role(name)
+            default = (f"matches {kept}" for kept in KEPT_NAMES if fnmatchcase(name, kept))
+            usual = next(default, "") if role is None else _KEPT_ROLES.get(role, "")
         if result is None:
-            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {SCHEMES[requested].block}"
+            usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {packing.SCHEMES[requested].block}"
         return Planned(result or requested, usual, requested=None if result == requested else requested)
-
-    def _usual(self, name: str) -> str:
-        """Return why a matrix of this name is kept by default; "" if it is quantized."""
-        role = None if self.schema is None else self.schema.role(name)
-        if role is not None:
-            return _KEPT_ROLES.get(role, "")
-        return next((f"matches {pattern}" for pattern in KEPT_NAMES if fnmatchcase(name, pattern)), "")
 
 
 # ---- llama.cpp's file types ----
@@ -272,6 +267,8 @@ class Rules:
 
 class FileTypeRules(Rules):
     """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
+
+    _types: Mapping[str, mixtures.TensorType]
 
     def __init__(
         self,
@@ -283,7 +280,6 @@ class FileTypeRules(Rules):
     ) -> None:
         super().__init__(patterns, keep)
         self.file_type, self._sizes, self._matrix = file_type, sizes, matrix
-        self._types: Mapping[str, TensorType] = {}
 
     def prepare(self, tensors: Mapping[str, TensorDescription]) -> None:
         """Choose the types of all tensors of the result."""
@@ -309,7 +305,7 @@ class FileTypeRules(Rules):
         chosen = self._types[name]
         if chosen.type is None:
             return Planned(None, f"stays as it is in file type {self.file_type}")
-        if chosen.type == FLOAT16:
+        if chosen.type == mixtures.FLOAT16:
             return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16")
         return Planned(chosen.type, requested=chosen.requested)
 
@@ -387,7 +383,7 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
     columns, matrices = shape[-1], math.prod(shape[:-2])
     if vector.size == columns * matrices:
         return vector.reshape(matrices, columns)
-    if name in EMBEDDINGS:
+    if name in mixtures.EMBEDDINGS:
         return None  # llama-quantize ignores such an entry
     text = f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
     raise FormatError(text + (f" in {matrices:,} matrices" if matrices > 1 else ""), matrix.path)
@@ -396,6 +392,7 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
 # ---- rules of engines ----
 
 _WEIGHT = ".weight"
+_IGNORE = "pass ignore= with its name to leave it unquantized"
 # Why a linear module stays unquantized, so that the config must name it.
 _IS_CONV1D = "is a Conv1D, stored as [in, out]"
 _LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
@@ -446,11 +443,10 @@ class EngineRules:
         if self.engine.stacks_experts and changed_by_mlx(config):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self.schema = schema if supported else None
-        self._tied = heads_tied_in(config, dict.fromkeys(catalog).keys())
+        self._tied = choosing.tied_heads(config, dict.fromkeys(catalog).keys())
         self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
-        """Decide about a tensor."""
         if not about.floating and about.scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
         reason = self._reason(name, about.shape)
@@ -460,8 +456,7 @@ class EngineRules:
         stacked = self._experts is not None and _STACKED.search(name) is not None
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
-            text = f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: "
-            text += "pass ignore= with its name to leave it unquantized"
+            text = f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: {_IGNORE}"
             raise error_about(UnsupportedError, text, tensor=name)
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
@@ -471,9 +466,8 @@ class EngineRules:
             preset = presets()[self._experts.router]
         group = preset.group
         if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
-            text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks: "
-            text += "pass ignore= with its name to leave it unquantized"
-            raise UnsupportedError(subject(name) + text, tensor=name)  # the engine's kernels do not support them
+            text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks"
+            raise UnsupportedError(f"{subject(name)}{text}: {_IGNORE}", tensor=name)  # the engine has no such kernels
         return Planned(preset.name)
 
     def _reason(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -496,13 +490,12 @@ class EngineRules:
             return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
         if self.schema is not None and len(shape) == 1:
             return "is 1-D, not 2-D"
-        quantizes_routers = self._experts is not None and not self._experts.keeps_routers
-        return "is a router" if _ROUTER.search(name) and not quantizes_routers else None
+        keeps_routers = self._experts is None or self._experts.keeps_routers
+        return "is a router" if keeps_routers and _ROUTER.search(name) else None
 
     def drops(self, name: str) -> bool:
         """Return True for a stored tensor that the engine's tool leaves out."""
-        tied = self.engine.stacks_experts and name in self._tied
-        return tied or name.endswith(self.engine.dropped or "\0")
+        return (self.engine.stacks_experts and name in self._tied) or name.endswith(self.engine.dropped or "\0")
 
     def weight_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
         """Return the dtype of a weight before it is quantized: as requested, else the config's, else its own."""
@@ -519,7 +512,7 @@ class EngineRules:
 
     def _usual_dtype(self) -> dtypes.Dtype | None:
         """Return the dtype of weights in the config, or None if engines do not quantize from it."""
-        row = dtype_in(self._config)
+        row = choosing.dtype_in(self._config)
         return row if row is not None and row.code in WEIGHTS else None
 
     def partners(self, name: str, quantized: Collection[str]) -> tuple[str, ...]:
@@ -538,20 +531,18 @@ class EngineRules:
         kept: Mapping[str, str],  # why each other tensor was kept, by name before `rename`
         names: Mapping[str, str],  # in the result, by name before `rename`
     ) -> dict[str, Any]:
-        """Return the ``config.json`` of the folder."""
         left = {
             names.get(name, name).removesuffix(_WEIGHT): reason
             for name, reason in kept.items()
             if reason.startswith(_LINEAR) and name.endswith(_WEIGHT)
         }
-        for head in self._tied:
-            if head not in kept:
-                module = head.removesuffix(_WEIGHT)  # transformers has the head beside the model
-                left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}
-        if self.engine.stacks_experts and self.schema is not None and TIE not in (config or {}):
+        for module in (head.removesuffix(_WEIGHT) for head in self._tied if head not in kept):
+            left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}  # transformers has it beside the model
+        config = config or {}
+        if self.engine.stacks_experts and self.schema is not None and TIE not in config:
             has_head = any(self.schema.role(name) == "head" for name in (*quantized, *kept))
-            config = {**(config or {}), TIE: not has_head}  # mlx-lm's default is not that of transformers
-        return self.preset.lay_out(self.preset, config or {}, left, self._exceptions(quantized, names))
+            config = {**config, TIE: not has_head}  # mlx-lm's default is not that of transformers
+        return self.preset.lay_out(self.preset, config, left, self._exceptions(quantized, names))
 
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
         """Return the quantization of a folder with these formats by name, as its reader would parse it."""
@@ -570,8 +561,8 @@ class EngineRules:
 
 def not_as_in_mlx(model_type: object) -> str:
     """Return why a model's tensors of MLX are not those of transformers."""
-    text = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names), "
-    return f"{text}and safeload does not know the differences"
+    stored = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names)"
+    return f"{stored}, and safeload does not know the differences"
 
 
 # ---- tensors as an engine loads them ----
@@ -598,8 +589,19 @@ def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
     parts = _parts(catalog, divides=divides)
     recipes = parts if experts is None else _stacked(catalog, preset, experts, parts)
-    if whole and experts is not None:
-        _check_layers(recipes, _size(catalog, "num_hidden_layers"), preset, experts)
+    if whole and experts is not None:  # mlx-lm's model has the layers of the config
+        layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
+        count = _size(catalog, "num_hidden_layers")
+        beyond = next((layer for layer in sorted(layers) if layer >= count), None)
+        if beyond is not None:
+            text = f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
+            text += f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
+            raise UnsupportedError(text, tensor=layers[beyond])
+        sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
+        dense = min(layers.keys() - sparse, default=None)
+        if experts.in_every_layer and dense is not None:
+            text = f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
+            raise UnsupportedError(text, tensor=layers[dense])
     return RestructuredCatalog(
         catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
     )
@@ -650,7 +652,7 @@ def _stacked(
     stacks: dict[str, dict[int, TensorRecipe]] = {}
     for name, part in parts.items():
         match, layer = expert.fullmatch(name), _LAYER.match(name)
-        dropped = layer is not None and experts.dropped is not None and name.startswith(experts.dropped)
+        dropped = name.startswith(experts.dropped or "\0")
         if dropped and layer is not None and int(layer[1]) >= _size(catalog, "num_hidden_layers"):
             continue  # mlx-lm leaves out layers beyond the last
         if match is not None:
@@ -663,8 +665,7 @@ def _stacked(
             raise UnsupportedError(f"{preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
         else:
             recipes[name] = part
-    renamed = experts.renamed
-    key = renamed if renamed is not None and renamed in (catalog.config or {}) else experts.experts
+    key = experts.renamed if experts.renamed in (catalog.config or {}) else experts.experts
     recipes.update((stack, stack_of(catalog, stack, _size(catalog, key), each)) for stack, each in stacks.items())
     return recipes
 
@@ -685,37 +686,21 @@ def stack_of(catalog: Catalog, name: str, count: int, members: Mapping[int, Tens
 
 def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
     """Divide the up-projection of latent attention by heads."""
-    sizes = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
-    heads, keys, values = (_size(catalog, key) for key in sizes)
+    heads, keys, values = (_size(catalog, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
         text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
         raise error_about(FormatError, text, tensor=name)
     module, columns, source = name.removesuffix("kv_b_proj.weight"), part.shape[1], part.moves[0].source
-    embed, unembed = [], []
-    for k in range(heads):
-        begin = k * (keys + values)
-        middle, end = begin + keys, begin + keys + values
-        embed.append(Move(source, TensorView(rows=slice(begin, middle)), TensorView(k, transposed=True)))
-        unembed.append(Move(source, TensorView(rows=slice(middle, end)), TensorView(k)))
+
+    def rows(head: int, begin: int, end: int) -> TensorView:
+        return TensorView(rows=slice(head * (keys + values) + begin, head * (keys + values) + end))
+
+    embed = (Move(source, rows(k, 0, keys), TensorView(k, transposed=True)) for k in range(heads))
+    unembed = (Move(source, rows(k, keys, keys + values), TensorView(k)) for k in range(heads))
     return {
         f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), tuple(embed)),
         f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), tuple(unembed)),
     }
-
-
-def _check_layers(recipes: Iterable[str], count: int, preset: Preset, experts: MlxExperts) -> None:
-    """Refuse layers that mlx-lm's model does not have."""
-    layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
-    beyond = next((layer for layer in sorted(layers) if layer >= count), None)
-    if beyond is not None:
-        text = f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-        text += f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
-        raise UnsupportedError(text, tensor=layers[beyond])
-    sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
-    dense = next((layer for layer in sorted(layers) if layer not in sparse), None)
-    if experts.in_every_layer and dense is not None:
-        text = f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
-        raise UnsupportedError(text, tensor=layers[dense])
 
 
 def _size(catalog: Catalog, key: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from .family import FamilyFile, with_schema
-from .schema import MAX_LISTED, PREFIX, Schema, SchemaEntry
+from .schema import PREFIX, Schema, SchemaEntry, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -86,8 +86,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
     "LlamaForSequenceClassification", "LlamaModel".
     """
     known = with_schema().values()
-    architectures, model_type = config.get("architectures"), config.get("model_type")
-    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
+    listed, model_type = listed_in(config), config.get("model_type")
     yield from ((family, True) for family in known if any(text in family.architectures for text in listed))
     if model_type is not None:
         yield from ((family, not listed) for family in known if model_type in family.model_types)
@@ -101,9 +100,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
 
 
 def _stem(architecture: Any) -> str | None:
-    if not isinstance(architecture, str) or len(architecture) > _CLASS_LENGTH:
-        return None
-    match = _CLASS.fullmatch(architecture)
+    short = isinstance(architecture, str) and len(architecture) <= _CLASS_LENGTH
+    match = _CLASS.fullmatch(architecture) if short else None
     return None if match is None else match[1]
 
 
@@ -111,8 +109,7 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Ch
     """Choose the schema of the language model inside a model by its nested config."""
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         choice = choose(inner, None, names)
-        prefix = None if choice is None else _inner_prefix(choice.schema, names)
-        if choice is not None and prefix is not None:
+        if choice is not None and (prefix := _inner_prefix(choice.schema, names)) is not None:
             return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
     return None
 
@@ -132,36 +129,31 @@ def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Colle
 
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    nested = [(key, value) for key, value in config.items() if isinstance(value, Mapping)]
+    nested = [(key, value) for key, value in config.items() if depth and isinstance(value, Mapping)]
     for key, value in sorted(nested, key=lambda item: item[0] not in LANGUAGE):
         yield key, value
-        if depth > 1:
-            yield from _inner_configs(value, depth - 1)
+        yield from _inner_configs(value, depth - 1)
 
 
 def _inner_prefix(schema: Schema, names: Collection[str]) -> str | None:
     """Return the prefix of the embedding's name, or None."""
-    for entry in schema.entries:
-        if entry.role == "embedding" and entry.name.startswith(PREFIX):
-            bare = entry.name.removeprefix(PREFIX)
-            ends = (name.removesuffix(bare) for name in names if name.endswith(bare))
-            prefixes = list(islice((prefix for prefix in ends if prefix == "" or prefix.endswith(".")), _MODELS))
-            return max(prefixes, key=lambda prefix: sum(name.startswith(prefix) for name in names), default=None)
-    return None
+    embeddings = (entry.name for entry in schema.entries if entry.role == "embedding")
+    bare = next((name.removeprefix(PREFIX) for name in embeddings if name.startswith(PREFIX)), None)
+    ends = (name.removesuffix(bare) for name in names if bare is not None and name.endswith(bare))
+    prefixes = islice((prefix for prefix in ends if prefix == "" or prefix.endswith(".")), _MODELS)
+    return max(prefixes, key=lambda prefix: sum(name.startswith(prefix) for name in names), default=None)
 
 
 def _with_prefix(schema: Schema, prefix: str) -> Schema:
     """Return the schema with a single prefix; names without a prefix, such as the head, can have it or its start."""
-    parts = prefix.split(".")[:-1]
-    before = [".".join(parts[:k]) + "." for k in range(1, len(parts) + 1)]
-
-    def placed(entry: SchemaEntry) -> SchemaEntry:
-        if entry.name.startswith(PREFIX):
-            return entry
-        return entry._replace(also=(*entry.also, *(text + entry.name for text in before)))
-
-    entries = tuple(map(placed, schema.entries))
-    return replace(schema, prefixes=(prefix,), entries=entries)
+    before = [prefix[: k + 1] for k, character in enumerate(prefix) if character == "."]
+    entries = (
+        entry
+        if entry.name.startswith(PREFIX)
+        else entry._replace(also=(*entry.also, *(b + entry.name for b in before)))
+        for entry in schema.entries
+    )
+    return replace(schema, prefixes=(prefix,), entries=tuple(entries))
 
 
 # ---- experts ----
@@ -171,9 +163,8 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
     """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
     if _COUNT not in schema.counts:
         return schema
-    fused = any(name.endswith(_FUSED) for name in names)
+    fused, heads = (any(name.endswith(suffix) for name in names) for suffix in (_FUSED, _EMBED))
     stacked = not fused and any(STACK in name for name in names)
-    heads = any(name.endswith(_EMBED) for name in names)
     # Mixtral under the names of transformers 5, in which llm-compressor also stores experts.
     renamed = any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries) and any(_NEW in name for name in names)
     modules = fused or any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
@@ -233,11 +224,10 @@ def absent_heads(schema: Schema | None, names: Collection[str], config: Mapping[
             for head, embedding, sign in _CONVENTIONS
             if head not in names and embedding in names and sign in names
         }
-    try:
+    with suppress(ValueError):  # the config lacks a key
         pairs = schema.pairs(names, config).items()
-    except ValueError:  # the config lacks a key
-        return {}
-    return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+        return {head: embedding for head, (embedding, optional) in pairs if not optional and head not in names}
+    return {}
 
 
 def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict[str, str]:
@@ -278,9 +268,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    listed = architectures[:MAX_LISTED] if isinstance(architectures, list) else []
-    return any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed)
+    return any(isinstance(text, str) and text.endswith(_GENERATING) for text in listed_in(config))
 
 
 def _tie_in(config: Mapping[str, Any]) -> bool | None:

@@ -156,12 +156,9 @@ class GgufForm:
     @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
         """Published tensors of each tensor of a file, with their layouts; ``{}`` stands for numbers."""
-        result = {}
-        for name, entry in self._content["tensors"].items():
-            sources = entry.get("from", {})
-            sources = {sources: {}} if isinstance(sources, str) else sources
-            result[name] = {source: GgufLayout(**fields) for source, fields in sources.items()}
-        return result
+        origins = ((name, entry.get("from", {})) for name, entry in self._content["tensors"].items())
+        tables = ((name, {origin: {}} if isinstance(origin, str) else origin) for name, origin in origins)
+        return {name: {source: GgufLayout(**fields) for source, fields in table.items()} for name, table in tables}
 
     @cached_property
     def targets(self) -> dict[str, list[tuple[str, GgufLayout]]]:
@@ -174,9 +171,8 @@ class GgufForm:
 
     def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, int]:
         """Return the integers of a file's metadata under the names of its schema."""
-        values = {key: metadata.get(f"{self.architecture}.{key}") for key in self.keys}
-        whole = {key: value for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
-        sizes = {key.replace(".", "_"): int(value) for key, value in whole.items()}
+        values = ((key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys)
+        sizes = {key: int(value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
         if tokens is not None:
             sizes["vocab_size"] = tokens
         # Some files have the projections of q, k and v in a single matrix.
@@ -259,20 +255,16 @@ def _merged(name: str) -> _Content:
 
 def _over(base: _Content, own: _Content) -> dict[str, Any]:
     """Merge two objects: null removes a value, and ``without`` leaves names out of the tables of the first."""
-    without = own.get("without", ())
     result = dict(base)
-    for key, value in base.items():
-        if without and isinstance(value, Mapping) and key in ("tensors", "keys"):
-            result[key] = {k: v for k, v in value.items() if not any(fnmatchcase(k, text) for text in without)}
+    for key in base.keys() & ("tensors", "keys") if "without" in own else ():
+        patterns, table = own["without"], base[key].items()
+        result[key] = {k: v for k, v in table if not any(fnmatchcase(k, text) for text in patterns)}
     for key, value in own.items():
-        if value is None:
-            result.pop(key, None)
-        elif isinstance(value, Mapping):
-            inherited = result.get(key)
-            result[key] = _over(inherited if isinstance(inherited, Mapping) else {}, value)
-        else:
-            result[key] = value
-    return result
+        inherited = result.get(key)
+        if isinstance(value, Mapping):
+            value = _over(inherited if isinstance(inherited, Mapping) else {}, value)
+        result[key] = value
+    return {key: value for key, value in result.items() if value is not None}
 
 
 # ---- schemas ----

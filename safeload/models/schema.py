@@ -46,6 +46,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..core.forking import cached_property
@@ -114,6 +115,12 @@ def _tree(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
+def listed_in(config: Mapping[str, Any] | None) -> list[Any]:
+    """Return the architectures that a config lists, as many as are compared."""
+    listed = (config or {}).get("architectures")
+    return listed[:MAX_LISTED] if isinstance(listed, list) else []
+
+
 class Config:
     """The values of a config as integers, with a schema's defaults for missing keys."""
 
@@ -153,32 +160,29 @@ class Config:
         if value is None:
             where = f"there is no {self._file}" if self._values is None else f"{self._file} lacks it"
             raise ConfigError(f"{show(name)} is required, but {where}")
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int):
-            raise ConfigError(f"{show(name)} in {self._file} is {show(value)}, expected an integer")
-        return int(value)
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+            return int(value)
+        raise ConfigError(f"{show(name)} in {self._file} is {show(value)}, expected an integer")
 
     def _run(self, node: Any, layer: int | None) -> int:
-        """Return the value of a node of a syntax tree."""
+        value: Any
         if isinstance(node, ast.Constant):
-            number: Any = node.value
-            return int(number)
-        if isinstance(node, ast.BoolOp):
+            value = node.value
+        elif isinstance(node, ast.BoolOp):
             values = (self._run(operand, layer) for operand in node.values)
-            return int(all(values) if isinstance(node.op, ast.And) else any(values))
-        if isinstance(node, ast.UnaryOp):
-            return int(not self._run(node.operand, layer))
-        if isinstance(node, ast.BinOp):
+            value = all(values) if isinstance(node.op, ast.And) else any(values)
+        elif isinstance(node, ast.UnaryOp):
+            value = not self._run(node.operand, layer)
+        elif isinstance(node, ast.BinOp):
             value = _OPERATORS[type(node.op)](self._run(node.left, layer), self._run(node.right, layer))
         elif isinstance(node, ast.Compare):
             left, right = self._run(node.left, layer), self._run(node.comparators[0], layer)
-            value = int(_OPERATORS[type(node.ops[0])](left, right))
+            value = _OPERATORS[type(node.ops[0])](left, right)
         else:
             value = self._function(node, layer) if isinstance(node, ast.Call) else self._integer(_name(node), layer)
         if not -_LIMIT < value < _LIMIT:
             raise _NoValueError("a value beyond 64 bits")
-        return value
+        return int(value)
 
     def _function(self, node: Any, layer: int | None) -> int:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
@@ -267,9 +271,11 @@ class Schema:
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> Schema:
         """Make the schema of a family from its JSON; ``from`` is for llama.cpp, see `safeload.models.family`."""
-        tensors = content["tensors"].items()
-        entries = (SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"}) for key, entry in tensors)
         fields = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
+        entries = (
+            SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"})
+            for key, entry in content["tensors"].items()
+        )
         return cls(**{**fields, "name": name, "entries": tuple(entries)})
 
     @cached_property
@@ -288,11 +294,9 @@ class Schema:
         """Return the entry of a name, or None if the architecture has no such tensor."""
         parts = _NUMBERS.split(name)
         for entry, prefix, slots in self._places.get("#".join(parts[::2]), ()):
-            numbers = parts[1::2]
-            if len(numbers) != len(slots):  # the name contains the character that replaces numbers
-                continue
-            pairs = [*zip(numbers, slots, strict=True)]
-            if all(number == slot if slot else _COUNT.fullmatch(number) for number, slot in pairs):
+            pairs = [*zip(parts[1::2], slots, strict=False)]
+            fits = all(number == slot if slot else _COUNT.fullmatch(number) for number, slot in pairs)
+            if fits and len(parts) == 2 * len(slots) + 1:  # else the name contains the character that replaces numbers
                 own = tuple(int(number) for number, slot in pairs if not slot)
                 stack = name if not own else "".join(parts[: 2 * slots.index("") + 1])
                 return SchemaMatch(entry, prefix, stack, own)
@@ -308,9 +312,7 @@ class Schema:
 
         If the config has no architectures, return the first of the schema.
         """
-        listed = None if config is None else config.get("architectures")
-        names = listed[:MAX_LISTED] if isinstance(listed, list) and listed else self.architectures
-        return next((name for name in names if name in self.architectures), None)
+        return next((name for name in listed_in(config) or self.architectures if name in self.architectures), None)
 
     def pairs(self, names: Collection[str], config: Mapping[str, Any] | None) -> dict[str, tuple[str, bool]]:
         """Return the embeddings of tied heads, stored or not, by head, and True if the head is optional."""
@@ -384,11 +386,10 @@ class Schema:
             tied = entry.tied.replace(PREFIX, prefix) if entry.tied and holds(entry.tied_when, None) else None
             spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
             stack = spellings[0][0] if slots else ""
-            for layer in layers:
-                for number in range(inner):
-                    spelled = [_spell(parts, layer, number) for parts in spellings]
-                    name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
-                    expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
+            for layer, number in product(layers, range(inner)):
+                spelled = [_spell(parts, layer, number) for parts in spellings]
+                name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
+                expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
         if self.more_layers is None:
             return expected
         # Additional layers without any tensor in the model are absent.
@@ -415,9 +416,8 @@ def _slots(entry: SchemaEntry) -> list[str]:
 
 def _in(entry: SchemaEntry, architecture: str | None) -> bool:
     """Return True if an architecture has an entry."""
-    if not entry.architectures:
-        return True
-    return architecture is not None and any(fnmatchcase(architecture, text) for text in entry.architectures)
+    patterns = entry.architectures
+    return not patterns or (architecture is not None and any(fnmatchcase(architecture, text) for text in patterns))
 
 
 def _spell(parts: list[str], layer: int | None, number: int) -> str:

@@ -54,8 +54,6 @@ _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 # Tensors with values that the config has.
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MOST_SHOWN = 3
-# Stands for the recipe of a stack until all experts are found.
-_LATER = TensorRecipe((), ())
 
 
 def source_of(config: Mapping[str, Any] | None) -> str | None:
@@ -66,12 +64,8 @@ def source_of(config: Mapping[str, Any] | None) -> str | None:
     if isinstance(listed, list) and listed:
         return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
     model_type = config.get("model_type")
-    return (_class_of(model_type) or f"model_type {show(model_type)}") if isinstance(model_type, str) else None
-
-
-def _class_of(model_type: object) -> str | None:
-    """Return the class of a ``model_type`` in llama.cpp, or None."""
-    return next((name for name, form in gguf_forms().items() if form.model_type == model_type), None)
+    named = (name for name, form in gguf_forms().items() if form.model_type == model_type)
+    return next(named, f"model_type {show(model_type)}") if isinstance(model_type, str) else None
 
 
 def to_llama_cpp(catalog: Catalog) -> Catalog:
@@ -87,12 +81,11 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
     settings, factors = settings_of(config, form)
     recipes, experts = llama_cpp_recipes(catalog, config, form)
-    embedding, rows = recipes.get("token_embd.weight"), 0
-    if embedding is not None:
-        if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
-            text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
-            raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
-        rows = embedding.shape[0]
+    embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
+    if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
+        text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
+        raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
+    rows = embedding.shape[0]
     home = catalog.folder  # with the files beside the weights
     if home is None:
         file = catalog.weight_files[0]
@@ -114,8 +107,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     check_tensors(shapes, settings, rows, catalog.title, form)
-    kept = [name for name in recipes if is_kept_f32(name)]
-    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
+    return RestructuredCatalog(
+        catalog, recipes, metadata=metadata, format="gguf", kept_f32=filter(is_kept_f32, recipes)
+    )
 
 
 # ---- name, size and settings of sampling ----
@@ -132,11 +126,10 @@ def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], confi
     for key, (names, kind) in _SAMPLING.items():
         value = next((value for name in names if (value := content.get(name)) is not None), None)
         numbers = int if kind is gguf.I32 else (int, float)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
-            raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
-        keys[f"general.sampling.{key}"] = kind(value)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
+                raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
+            keys[f"general.sampling.{key}"] = kind(value)
     if name.strip(". "):
         words = name[:_LONGEST].strip().replace("-", " ").split()
         titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
@@ -171,14 +164,18 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     known = gguf_architectures()
     if architecture not in known:
         text = f"architecture {show(architecture)} cannot become a folder for transformers, expected one of "
-        text += ", ".join(sorted(known))
-        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
+        names = ", ".join(sorted(known))
+        raise UnsupportedError(f"{catalog.title}: {text}{names}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
-    config = _own_config(catalog, architecture)
-    if config is not None:
-        form = gguf_forms()[config["architectures"][0]]
-        experts = str(metadata.get(_EXPERTS, SINGLE))
+    kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
+    if kept is not None:
+        name = source_of(kept)
+        if name is None or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
+            text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
+            raise FormatError(text, catalog.title)
+        form, experts = gguf_forms()[name], str(metadata.get(_EXPERTS, SINGLE))
+        config = {**without_quantization(kept), "architectures": [name]}
     else:
         form, experts = form_of(catalog), SINGLE
         config, notes = config_of(catalog, form)
@@ -194,19 +191,6 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     return result
 
 
-def _own_config(catalog: Catalog, architecture: str) -> dict[str, Any] | None:
-    """Return the config that `to_llama_cpp` has kept, or None in a foreign file."""
-    config = kept_json(catalog, _CONFIG)
-    if config is None:
-        return None
-    listed = config.get("architectures")
-    name = listed[0] if isinstance(listed, list) and listed else _class_of(config.get("model_type"))
-    if not isinstance(name, str) or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
-        text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
-        raise FormatError(text, catalog.title)
-    return {**without_quantization(config), "architectures": [name]}
-
-
 # ---- the layout of tensors, both ways, by the table of the model's family ----
 
 
@@ -220,8 +204,7 @@ def llama_cpp_recipes(
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
     experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
-    forms: set[str] = set()
-    unknown = []
+    unknown, fused = [], False
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
             continue
@@ -229,18 +212,17 @@ def llama_cpp_recipes(
         placed = False
         for place, layout in form.targets.get(pattern, ()):
             target = place.replace(PLACE, numbers[0]) if numbers else place
-            recipe = _LATER if layout.stack else _recipe(catalog, config, layout, stored, target)
-            if recipe is None or (layout.stack and int(numbers[1]) >= MAX_EXPERTS):
-                continue
-            if layout.stack:
-                expert = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
-                experts.setdefault(target, {})[int(numbers[1])] = expert
-            if layout.stack or layout.part is not None:
-                forms.add(SINGLE if layout.stack else FUSED)
-            if target in recipes and not layout.stack:
-                raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
-            recipes.setdefault(target, recipe)
-            placed = True
+            if layout.stack and int(numbers[1]) < MAX_EXPERTS:
+                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                experts.setdefault(target, {})[int(numbers[1])] = recipe
+                recipes.setdefault(target, recipe)  # in its place until all experts are found
+                placed = True
+            elif not layout.stack and (whole := _recipe(catalog, config, layout, stored, target)) is not None:
+                if target in recipes:
+                    raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
+                recipes[target] = whole
+                fused |= layout.part is not None
+                placed = True
         if not placed:
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
@@ -249,9 +231,9 @@ def llama_cpp_recipes(
         raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
     for target, members in experts.items():
         recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
-    if len(forms) > 1:
+    if experts and fused:
         raise FormatError("some layers have fused experts and some do not", catalog.title)
-    return recipes, next(iter(forms), None)
+    return recipes, SINGLE if experts else FUSED if fused else None
 
 
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
@@ -277,17 +259,13 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
 
 def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
     """Return the recipes of a model of transformers, in the order of the file."""
+    names = [name for name in catalog if name not in _SETTINGS]
+    _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
     recipes: dict[str, TensorRecipe] = {}
-    unknown = []
-    for name in catalog:
-        if name in _SETTINGS:
-            continue
+    for name in names:
         pattern, numbers = without_numbers(name)
-        sources = [*form.layouts.get(pattern, {}).items()]
-        if not sources:
-            unknown.append(name)
-            continue
-        place, layout = sources[-1 if experts == FUSED else 0]  # of the published tensors that llama.cpp joins
+        # Of the published tensors that llama.cpp joins, the last has fused experts.
+        place, layout = [*form.layouts[pattern].items()][-1 if experts == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
@@ -302,15 +280,13 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
             recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
         else:
             keys = [f"{form.architecture}.{key}" for key in layout.heads]
-            counts = (count_at(catalog, key) for key in keys)
-            heads = next((count for count in counts if count is not None), None)
+            heads = next((count for key in keys if (count := count_at(catalog, key)) is not None), None)
             if keys and not heads:
                 raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
             if heads and (not shape or shape[0] % (2 * heads)):
                 text = f"{list(shape)} does not have {heads} heads"
                 raise error_about(FormatError, text, path=catalog.title, tensor=name)
             recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
-    _refuse(unknown, catalog.title, "transformers")
     return recipes
 
 
@@ -451,5 +427,4 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     # Without the keys about the types and shapes of the GGUF file.
     general = {k: v for k, v in metadata.items() if k not in mixtures.FILE_KEYS and not str(k).startswith(SHAPE_KEY)}
     bf16 = any(not (about := catalog.about(name)).quantized and about.row.code == "BF16" for name in catalog)
-    restored = dtypes.BY_CODE["BF16" if bf16 else "F16"]
-    return RestructuredCatalog(catalog, recipes, metadata=general, restored=restored)
+    return RestructuredCatalog(catalog, recipes, metadata=general, restored=dtypes.BY_CODE["BF16" if bf16 else "F16"])

@@ -50,7 +50,8 @@ _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: _CONTEXTS[0]}
-_TOKENS = ("bos", "eos", "padding")
+# Keys of special tokens, with the words of llama.cpp's.
+_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 class ModelConfig:
@@ -62,7 +63,6 @@ class ModelConfig:
         self._keys = keys or {}  # of llama.cpp, which name the keys of the config
 
     def fault(self, text: str) -> FormatError:
-        """Return an error about the config."""
         return FormatError(f"config.json: {text}", self._title)
 
     def unsupported(self, text: str) -> UnsupportedError:
@@ -74,27 +74,24 @@ class ModelConfig:
         return next((value for name in names if (value := self.values.get(name)) is not None), None)
 
     def number(self, value: Any, name: str) -> float:
-        """Check a finite number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
             raise self.fault(f"{name} must be a number, got {show(value)}")
         return float(value)
 
     def size(self, *keys: str) -> int:
         """Return the positive integer of the first key of llama.cpp for which the config has a value."""
-        names = next((names for key in keys if self.find(names := self._keys[key].config) is not None), None)
-        if names is None:
-            raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
-        return self.positive(self.find(names), names[0])
+        for names in (self._keys[key].config for key in keys):
+            if (value := self.find(names)) is not None:
+                return self.positive(value, names[0])
+        raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
 
     def positive(self, value: Any, name: str) -> int:
-        """Check a size."""
         if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise self.fault(f"{name} must be a positive integer, got {show(value)}")
         return value
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         if self.find(self._keys["attention.key_length"].config) is not None:
             return self.size("attention.key_length")
         return max(1, self.size("embedding_length") // self.size("attention.head_count"))
@@ -102,7 +99,20 @@ class ModelConfig:
 
 def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the metadata of a model in types of GGUF, and the tensors that hold settings: factors of rotations."""
-    _check(config, form)
+    activation = config.find(form.activations["config"])
+    if activation is not None and activation not in form.activations["values"]:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
+    for setting, allowed in form.assumes.items():
+        value = config.values.get(setting)
+        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
+            expected = " or ".join(show([] if item == () else item) for item in allowed)
+            raise config.unsupported(
+                f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
+            )
+    _check_windows(config, form)
+    scale = config.values.get("query_pre_attn_scalar")
+    if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
+        raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {usual}")
     metadata: dict[str, Any] = {}
     for name, key in form.keys.items():
         value = key.default if (stated := config.find(key.config)) is None else stated
@@ -111,47 +121,26 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
         if value is None:
             raise config.fault(f"{key.config[0]} is missing")
         if key.types[0] != U32:
-            metadata[f"{form.architecture}.{name}"] = gguf.F32(config.number(value, key.config[0]))
-            continue
-        if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+            metadata[name] = gguf.F32(config.number(value, key.config[0]))
+        elif type(value) is int and 0 <= value <= _MAX_SIZE:
+            metadata[name] = gguf.U32(value)
+        else:
             raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
-        metadata[f"{form.architecture}.{name}"] = gguf.U32(value)
-    experts, used = (metadata.get(f"{form.architecture}.{key}", 0) for key in ("expert_count", "expert_used_count"))
+    experts, used = (metadata.get(key, 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
     rope = _Rope(config)
-    metadata.update((f"{form.architecture}.rope.{key}", value) for key, value in rope.keys(form))
-    return metadata, rope.tensors(form)
+    metadata.update((f"rope.{key}", value) for key, value in rope.keys(form))
+    return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, rope.tensors(form)
 
 
 # ---- what llama.cpp assumes ----
 
 
-def _check(config: ModelConfig, form: GgufForm) -> None:
-    activation = config.find(form.activations["config"])
-    if activation is not None and activation not in form.activations["values"]:
-        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
-    for key, allowed in form.assumes.items():
-        value = config.values.get(key)
-        if value is None and None not in allowed:
-            continue
-        if (tuple(value) if isinstance(value, list) else value) not in allowed:
-            expected = " or ".join(show([] if item == () else item) for item in allowed)
-            text = f"{key} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
-            raise config.unsupported(text)
-    _check_windows(config, form)
-    scale = config.values.get("query_pre_attn_scalar")
-    if scale is not None and form.query_scale_by_width is not None:
-        heads = config.size("attention.head_count")
-        width, layers = config.size("embedding_length"), config.size("block_count")
-        expected_scale = _query_scale(form, layers, width, heads, config.head_dim)
-        if scale != expected_scale:
-            raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {expected_scale}")
-
-
-def _query_scale(form: GgufForm, layers: int, width: int, heads: int, head_dim: int) -> int:
+def _query_scale(config: ModelConfig, form: GgufForm) -> int:
     """Return the number that llama.cpp divides queries by the root of."""
-    return width // heads if layers == form.query_scale_by_width else head_dim
+    heads, width = config.size("attention.head_count"), config.size("embedding_length")
+    return width // heads if config.size("block_count") == form.query_scale_by_width else config.head_dim
 
 
 def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
@@ -193,12 +182,10 @@ class _Rope:
         for part in (content, older):
             if part is not None and not isinstance(part, Mapping):
                 raise config.fault(f"rope_parameters must be an object, got {show(part)}")
-        if content is None:
-            content = older
-        elif older is not None:
-            for key, value in older.items():
-                if content.get("rope_type" if key == "type" else key) != value:
-                    raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(key)}")
+        for key, value in (older or {}).items():
+            if content is not None and content.get("rope_type" if key == "type" else key) != value:
+                raise config.unsupported(f"rope_parameters and rope_scaling differ in {show(key)}")
+        content = older if content is None else content
         parameters = dict(content or {})
         name = "rope_local_base_freq"
         sliding = config.find((name, "local_rope_theta", "rope_local_theta", "swa_rope_theta"))
@@ -213,16 +200,14 @@ class _Rope:
                 sliding, name = windowed["rope_theta"], "rope_theta"
         # the base of layers with a sliding window
         self.sliding_base = None if sliding is None else config.number(sliding, name)
-        for key, names in _OUTSIDE_ROPE.items():
-            value = config.find(names)
-            if value is not None:
-                parameters.setdefault(key, value)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         kind = _ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise config.unsupported(f"llama.cpp has no rope type {show(kind)} for this model")
         self.kind = kind  # "default", "linear", ...
-        self.full = {key: value for key, value in parameters.items() if value is not None}  # of full attention
+        outside = {key: config.find(names) for key, names in _OUTSIDE_ROPE.items()}
+        # of full attention
+        self.full = {key: value for key, value in {**outside, **parameters}.items() if value is not None}
         for key in self.full:
             if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE:
                 raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
@@ -258,7 +243,6 @@ class _Rope:
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
-        """Return the tensors of factors."""
         if self.kind not in form.rope.types:
             raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
@@ -358,35 +342,33 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    for name, key in form.keys.items():
-        if not key.config:
-            continue
+    for name, key in ((name, key) for name, key in form.keys.items() if key.config):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
-        if value is None or (name == "attention.sliding_window" and value == 0):
-            if not key.optional and key.default is None:
-                raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
-            continue
-        config[key.config[0]] = value
+        if value is not None and (value or name != "attention.sliding_window"):
+            config[key.config[0]] = value
+        elif not key.optional and key.default is None:
+            raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
     name = "token_embd.weight"
     if name not in catalog:
         raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
     shape = catalog.about(name).shape
     if len(shape) != 2:
         raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
-    config["vocab_size"] = int(shape[0])
-    config["tie_word_embeddings"] = "output.weight" not in catalog
-    config["attention_bias"] = "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog
-    config[form.activations["config"][0]] = form.activations["values"][0]
-    config.update((key, form.assumes[key][0]) for key in form.restores)
-    for kind in _TOKENS:
+    config |= {
+        "vocab_size": int(shape[0]),
+        "tie_word_embeddings": "output.weight" not in catalog,
+        "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
+        form.activations["config"][0]: form.activations["values"][0],
+        **{key: form.assumes[key][0] for key in form.restores},
+    }
+    for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
-        known = isinstance(number, int) and 0 <= number < config["vocab_size"]  # llama.cpp has -1 for no token
-        config[f"{'pad' if kind == 'padding' else kind}_token_id"] = number if known else None
-    layers, heads = config["num_hidden_layers"], max(1, config["num_attention_heads"])
+        # llama.cpp has -1 for no token.
+        config[name] = number if isinstance(number, int) and 0 <= number < config["vocab_size"] else None
     if form.query_scale_by_width is not None:
-        config["query_pre_attn_scalar"] = _query_scale(form, layers, config["hidden_size"], heads, config["head_dim"])
-    if form.full_every is not None and layers <= 10_000:
-        config["layer_types"] = _kinds_of_layers(layers, form.full_every)
+        config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form.keys), form)
+    if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
+        config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every)
     _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
     if form.ignores_windows and "sliding_window" not in config:
@@ -405,30 +387,30 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
     kind = text_at(catalog, f"{prefix}scaling.type") or "none"
-    if kind in ("linear", "yarn"):
-        rope.update(rope_type=kind, factor=number("scaling.factor", 1.0))
-        if kind == "yarn":
-            rope["original_max_position_embeddings"] = number("scaling.original_context_length", 0)
-            settings = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
-            rope.update((name, value) for name, value in settings if value is not None)
-            rope["truncate"] = True
-    elif kind not in ("none", "longrope"):
+    if kind not in ("none", "linear", "yarn", "longrope"):
         text = f"rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
         raise UnsupportedError(f"{catalog.title}: {text}")
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": number("scaling.factor", 1.0)}
+    if kind == "yarn":
+        stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+        rope[_ORIGINAL] = number("scaling.original_context_length", 0)
+        rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
-            factors = _factors_in(catalog, f"rope_factors_{name}.weight")
-            rope[f"{name}_factor"] = [_shortest(factor) for factor in factors.tolist()]
+            rope[f"{name}_factor"] = [*map(_shortest, _factors_in(catalog, f"rope_factors_{name}.weight").tolist())]
     if form.rope.dimensions == "partial":
-        heads = max(1, config["num_attention_heads"])
-        original = number("scaling.original_context_length", config["max_position_embeddings"])
-        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"] = original
-        share = number("dimension_count", config["hidden_size"] // heads) * heads / max(1, config["hidden_size"])
-        rope["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+        heads, width = max(1, config["num_attention_heads"]), config["hidden_size"]
+        stated_twice = {
+            _ORIGINAL: number("scaling.original_context_length", config["max_position_embeddings"]),
+            "partial_rotary_factor": number("dimension_count", width // heads) * heads / max(1, width),
+        }
+        rope |= stated_twice
+        config |= stated_twice
     config["rope_parameters"] = rope
     if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
@@ -436,12 +418,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
 
 
 def _factors_in(catalog: Catalog, name: str) -> Array:
-    """Return the factors of rotations in a tensor."""
     size = math.prod(catalog.about(name).shape)
     if size > MAX_FACTORS:
         raise error_about(FormatError, f"has {size:,} factors of rotations", path=catalog.title, tensor=name)
-    factors: Array = catalog.array(name).reshape(-1)
-    return factors
+    return catalog.array(name).reshape(-1)
 
 
 def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
@@ -449,7 +429,7 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     rope = config["rope_parameters"]
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:
-            rope["original_max_position_embeddings"] = original
+            rope[_ORIGINAL] = original
         _, tensors = settings_of(ModelConfig(config, catalog.title, form.keys), form)
         if all(
             name in catalog

@@ -30,7 +30,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -53,11 +53,13 @@ from .settings import ModelConfig, text_at
 
 JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
+_PREFIX = "tokenizer.ggml."
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
 SPACE = "\u2581"  # of SentencePiece
 _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
 # Texts of tokens that are control tokens although their tokenizer does not say so.
 _CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+_FENCES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))  # around the texts of other such tokens
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
 # Steps of published pre-tokenizers are at most this many.
@@ -92,16 +94,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Location) -> None:
         self.folder = folder
-
-    @cached_property
-    def json(self) -> dict[str, Any] | None:
-        """The parsed ``tokenizer.json``."""
-        return self._read(JSON)
-
-    @cached_property
-    def config(self) -> dict[str, Any] | None:
-        """The parsed ``tokenizer_config.json``."""
-        return self._read(CONFIG)
+        self.json, self.config = self._read(JSON), self._read(CONFIG)  # None without the file
 
     @cached_property
     def model(self) -> SentencePieceModel | None:
@@ -130,7 +123,6 @@ class TokenizerFiles:
 
     @cached_property
     def added_in_json(self) -> list[AddedToken]:
-        """The added tokens of ``tokenizer.json``."""
         items = (self.json or {}).get("added_tokens") or []
         if not isinstance(items, list):
             raise self.fault(JSON, "added_tokens must be a list")
@@ -139,15 +131,12 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        listed = (self._read(ADDED) or {}).items()
-        tokens = [self._added(ADDED, number, {"content": text}) for text, number in listed]
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self._read(ADDED) or {}).items()]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
-        for key, item in decoder.items():
-            number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
-            tokens.append(self._added(CONFIG, number, item))
-        return tokens
+        numbers = {key: int(key) for key in decoder if key.isascii() and key.isdigit() and len(key) < 10}
+        return [*tokens, *(self._added(CONFIG, numbers.get(key), item) for key, item in decoder.items())]
 
     def _added(self, name: str, number: Any, item: Any) -> AddedToken:
         text = item.get("content") if isinstance(item, dict) else None
@@ -156,7 +145,6 @@ class TokenizerFiles:
         return AddedToken(number, text, item.get("special") is True, item.get("normalized") is not False)
 
     def fault(self, name: str, text: str) -> FormatError:
-        """Return an error about a file."""
         return FormatError(f"{name}: {text}", self.folder.shown)
 
     def unsupported(self, text: str) -> UnsupportedError:
@@ -170,40 +158,37 @@ class Vocabulary:
     def __init__(self, kind: str, rows: int) -> None:
         self.kind, self.pre = kind, "default"  # "llama" or "gpt2"
         self.texts = [f"[PAD{k}]" for k in range(rows)]
-        self.types = [UNUSED] * rows
-        self.scores = [_PADDING_SCORE] * rows
+        self.types, self.scores = [UNUSED] * rows, [_PADDING_SCORE] * rows
         self.merges: list[str] | None = None
         self.add_space_prefix: bool | None = None  # None leaves the key out
         self.beyond = 0  # ids beyond the embedding, which are skipped
 
     def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
-        """Set a token."""
-        if number >= len(self.texts):
+        if number < len(self.texts):
+            self.texts[number], self.scores[number], self.types[number] = text, score, kind
+        else:
             self.beyond += 1
-            return
-        self.texts[number], self.scores[number], self.types[number] = text, score, kind
 
     def add(self, token: AddedToken) -> None:
         """Set an added token, which can be a control token by its text."""
-        text, fences = token.text, (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
-        special = token.special or text in _CONTROLS
-        if special or any(text.startswith(begin) and text.endswith(end) for begin, end in fences):
+        text = token.text
+        fenced = any(text.startswith(begin) and text.endswith(end) for begin, end in _FENCES)
+        if token.special or fenced or text in _CONTROLS:
             self.put(token.id, text, CONTROL, _ADDED_SCORE)
         else:
             self.put(token.id, text.replace(SPACE, " "), USER_DEFINED, _ADDED_SCORE)
 
-    def keys(self) -> Iterator[tuple[str, Any]]:
-        """Yield the metadata keys."""
-        yield "tokenizer.ggml.model", self.kind
-        yield "tokenizer.ggml.pre", self.pre
-        yield "tokenizer.ggml.tokens", self.texts
-        if self.merges is None:
-            yield "tokenizer.ggml.scores", np.array(self.scores, np.float32)
-        yield "tokenizer.ggml.token_type", np.array(self.types, np.int32)
-        if self.merges is not None:
-            yield "tokenizer.ggml.merges", self.merges
-        if self.add_space_prefix is not None:
-            yield "tokenizer.ggml.add_space_prefix", self.add_space_prefix
+    def keys(self) -> dict[str, Any]:
+        keys = {
+            "model": self.kind,
+            "pre": self.pre,
+            "tokens": self.texts,
+            "scores": np.array(self.scores, np.float32) if self.merges is None else None,
+            "token_type": np.array(self.types, np.int32),
+            "merges": self.merges,
+            "add_space_prefix": self.add_space_prefix,
+        }
+        return {f"{_PREFIX}{key}": value for key, value in keys.items() if value is not None}
 
 
 def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
@@ -211,9 +196,9 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     vocabulary = vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
-    keys = {**dict(vocabulary.keys()), **dict(special_keys(files, config, vocabulary.texts))}
+    keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
-        keys["tokenizer.ggml.eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+        keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     return keys
 
 
@@ -231,10 +216,10 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
     decodes = _object(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
-        return _from_merges(files, model, rows)
+        return _from_merges(files, files.json, rows)
     if decodes != "ByteLevel":
         raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
-    return _byte_level(files, model, rows)
+    return _byte_level(files, files.json, rows)
 
 
 def _object(holder: Any, key: str) -> Mapping[str, Any]:
@@ -247,7 +232,6 @@ def _object(holder: Any, key: str) -> Mapping[str, Any]:
 
 
 def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) -> Vocabulary:
-    """Return the vocabulary of a ``tokenizer.model``."""
     if model.kind != BPE:
         algorithm = "unigram" if model.kind == UNIGRAM else model.kind
         raise files.unsupported(f"{MODEL} is of type {algorithm}, expected BPE: llama.cpp would cut texts otherwise")
@@ -260,9 +244,9 @@ def _from_pieces(files: TokenizerFiles, model: SentencePieceModel, rows: int) ->
     return _with_added(files, scored, None if model.add_prefix else False)
 
 
-def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+def _from_merges(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
     """Return the vocabulary of a ``tokenizer.json`` that was made from SentencePiece: scores fall with the merge."""
-    vocab, merges = _vocab(files, model), list(_pairs(files, model))
+    vocab, merges = _vocab(files, content["model"]), list(_pairs(files, content["model"]))
     scored = Vocabulary("llama", rows)
     ranks: dict[str, int] = {}
     last = ""
@@ -272,70 +256,63 @@ def _from_merges(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> 
             raise files.unsupported(f"{JSON}: merges of {show(text)} stand apart, so scores cannot express them")
         ranks.setdefault(text, rank)
         last = text
-    _check_scores(files, vocab, {*merges}, ranks)
-    unknown = model.get("unk_token")
+    pairs = {*merges}
+    for text in ranks:
+        if text not in vocab:
+            raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
+        if len(text) > MAX_MERGED:
+            raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
+        for pair in ((text[:cut], text[cut:]) for cut in range(1, len(text))):
+            if pair not in pairs and all(part in vocab and (len(part) == 1 or part in ranks) for part in pair):
+                parts = " and ".join(map(show, pair))
+                text = f"{JSON}: {parts} form a token without a merge, so scores cannot express its merges; add {MODEL}"
+                raise files.unsupported(text)
+    unknown = content["model"].get("unk_token")
     for text, number in vocab.items():
         byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         kind = BYTE if byte else UNKNOWN if text == unknown else NORMAL
-        scored.put(number, text, kind, 0.0 if text not in ranks else -1.0 - ranks[text])
+        scored.put(number, text, kind, -1.0 - ranks[text] if text in ranks else 0.0)
     for token in files.added_in_json:
         if token.text != unknown:
             scored.add(token)
-    return _with_added(files, scored, _space_prefix(files))
+    return _with_added(files, scored, _space_prefix(files, content))
 
 
 def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | None) -> Vocabulary:
     for token in files.added_elsewhere:
         scored.add(token)
+    rows = len(scored.texts)
     for token in files.added_in_json:  # llama.cpp's converter reads these for some models only
-        outside = token.id >= len(scored.texts)
-        if outside or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
+        if token.id >= rows or (scored.types[token.id] == UNUSED and scored.texts[token.id] != token.text):
             scored.add(token)
     if scored.beyond:
-        beyond, rows = plural(scored.beyond, "token"), len(scored.texts)
+        beyond = plural(scored.beyond, "token")
         warning("%s: %s beyond the %d rows of the embedding left out", files.folder.shown, beyond, rows)
     stated = (files.config or {}).get("add_prefix_space")
     scored.add_space_prefix = stated if space_prefix is None and isinstance(stated, bool) else space_prefix
     return scored
 
 
-def _check_scores(
-    files: TokenizerFiles, vocab: Mapping[str, int], pairs: Set[tuple[str, str]], ranks: Mapping[str, int]
-) -> None:
-    """Refuse merges that scores cannot express."""
-    for text in ranks:
-        if text not in vocab:
-            raise files.fault(JSON, f"a merge forms {show(text)}, which model.vocab does not have")
-        if len(text) > MAX_MERGED:
-            raise files.fault(JSON, f"token {vocab[text]} has {len(text):,} characters, too many to merge")
-        for cut in range(1, len(text)):
-            left, right = text[:cut], text[cut:]
-            reachable = all(part in vocab and (len(part) == 1 or part in ranks) for part in (left, right))
-            if reachable and (left, right) not in pairs:
-                text = f"{JSON}: {show(left)} and {show(right)} form a token without a merge"
-                raise files.unsupported(f"{text}, so scores cannot express its merges; add {MODEL}")
-
-
-def _space_prefix(files: TokenizerFiles) -> bool:
+def _space_prefix(files: TokenizerFiles, content: Mapping[str, Any]) -> bool:
     """Return True if a text begins with a space, and refuse normalizers that llama.cpp does not have."""
-    assert files.json is not None
     prefix, replaces = False, False
-    for step in _steps(files.json.get("normalizer"), "normalizers"):
+    for step in _steps(content.get("normalizer"), "normalizers"):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
         elif step.get("type") == "Replace" and step.get("content") == SPACE and _is_at_spaces(step):
             replaces = True
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
-    for step in _steps(files.json.get("pre_tokenizer"), "pretokenizers"):
+    for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
         if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             if step.get("split", True) is True:
                 raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
             prefix, replaces = prefix or scheme != "never", True
         elif not (step.get("type") == "Split" and _is_at_spaces(step) and replaces):  # finds no space any more
-            kind = show(step.get("type"))
-            raise files.unsupported(f"{JSON} has a pre-tokenizer {kind}, which llama.cpp does not have")
+            raise files.unsupported(
+                f"{JSON} has a pre-tokenizer {show(step.get('type'))}, which llama.cpp does not have"
+            )
     if not replaces:
         raise files.unsupported(f"{JSON} does not write spaces as {SPACE}")
     return prefix
@@ -357,10 +334,10 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 # ---- byte-level BPE ----
 
 
-def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
-    assert files.json is not None
+def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
+    model = content["model"]
     vocab = _vocab(files, model)
-    for step in _steps(files.json.get("normalizer"), "normalizers"):
+    for step in _steps(content.get("normalizer"), "normalizers"):
         if step.get("type") != "NFC":
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
     result = Vocabulary("gpt2", rows)
@@ -372,7 +349,12 @@ def _byte_level(files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> V
     parts = iter(decoded)
     for token in files.added_in_json:
         result.add(token if token.normalized else token._replace(text=next(parts)))
-    pre = _name_of(ids, files.json.get("pre_tokenizer"), model.get("ignore_merges") is True)
+    # llama.cpp's name by the token ids of the probe text, or else by the steps of the pre-tokenizer.
+    pre = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    if pre is None:
+        steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
+        choices = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
+        pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
@@ -385,10 +367,8 @@ def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], lis
     tokenizers = needed("tokenizers", f"{JSON} needs the library tokenizers")
     try:
         library = tokenizers.Tokenizer.from_str((files.content(JSON) or b"").decode())
-        decoded = []
-        for text in texts:
-            ids = library.encode(text, add_special_tokens=False).ids
-            decoded.append(library.decode(ids, skip_special_tokens=False))
+        ids = (library.encode(text, add_special_tokens=False).ids for text in texts)
+        decoded = [library.decode(each, skip_special_tokens=False) for each in ids]
         return library.encode(_pre_tokenizers()["probe_text"], add_special_tokens=True).ids, decoded
     except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
         raise
@@ -422,16 +402,6 @@ def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[st
 # ---- pre-tokenizers ----
 
 _pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
-
-
-def _name_of(ids: list[int], pre_tokenizer: Any, ignore_merges: bool) -> str | None:
-    """Return llama.cpp's name by the token ids of the probe text, or else by a ``tokenizer.json``."""
-    name: str | None = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
-    if name is not None:
-        return name
-    steps = _cuts(pre_tokenizer)
-    rows = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
-    return next((row["name"] for row in rows if _cuts({"type": "Sequence", **row}) == steps), None)
 
 
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
@@ -477,41 +447,36 @@ class SentencePieceModel(NamedTuple):
 def parse_model(content: bytes, path: str) -> SentencePieceModel:
     """Parse a ``tokenizer.model``."""
     pieces: list[VocabularyPiece] = []
-    kind, prefix, trims, maps = UNIGRAM, True, True, False
+    settings: dict[int, dict[int, Any]] = {2: {}, 3: {}}  # of the trainer and of the normalizer
     for number, value, at in _fields(content, path, 0):
         if number == 1 and isinstance(value, bytes):
             if len(pieces) >= MAX_PIECES:
                 raise FormatError(f"more than {MAX_PIECES:,} pieces", path, at)
             pieces.append(_piece(value, path, at))
-        elif number in (2, 3) and isinstance(value, bytes):
-            settings: dict[int, Any] = {key: inner for key, inner, _ in _fields(value, path, at)}
-            if number == 2:
-                kind = settings.get(3, UNIGRAM)
-                kind = kind if isinstance(kind, int) else 0
-            else:
-                prefix, trims, maps = bool(settings.get(3, 1)), bool(settings.get(4, 1)), bool(settings.get(2))
+        elif number in settings and isinstance(value, bytes):
+            settings[number] = {key: inner for key, inner, _ in _fields(value, path, at)}
     if not pieces:
         raise FormatError("not a model of SentencePiece: it has no pieces", path)
-    return SentencePieceModel(pieces, kind, prefix, trims, maps)
+    kind, normalizer = settings[2].get(3, UNIGRAM), settings[3]
+    flags = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)), bool(normalizer.get(2))
+    return SentencePieceModel(pieces, kind if isinstance(kind, int) else 0, *flags)
 
 
 def _piece(content: bytes, path: str, base: int) -> VocabularyPiece:
-    text, score, kind = "", 0.0, NORMAL
-    for number, value, at in _fields(content, path, base):
-        if number == 1 and isinstance(value, bytes):
-            try:
-                text = value.decode()
-            except UnicodeDecodeError:
-                raise FormatError("a piece is not UTF-8", path, at) from None
-        elif number == 2 and isinstance(value, float):
-            score = value
-        elif number == 3 and isinstance(value, int):
-            kind = value
+    # Fields of another type than these are skipped, and the last of several counts.
+    fields: dict[Any, Any] = {(key, type(value)): (value, at) for key, value, at in _fields(content, path, base)}
+    text, at = fields.get((1, bytes), (b"", base))
+    score, _ = fields.get((2, float), (0.0, base))
+    kind, _ = fields.get((3, int), (NORMAL, base))
+    try:
+        piece = VocabularyPiece(text.decode(), score, kind)
+    except UnicodeDecodeError:
+        raise FormatError("a piece is not UTF-8", path, at) from None
     if not NORMAL <= kind <= BYTE:
         raise FormatError(f"a piece has the unknown type {kind}", path, base)
     if not math.isfinite(score):
         raise FormatError(f"a piece has the score {score}", path, base)
-    return VocabularyPiece(text, score, kind)
+    return piece
 
 
 def _fields(content: bytes, path: str, base: int) -> Iterator[tuple[int, int | float | bytes, int]]:
@@ -551,19 +516,16 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
     """Return a ``tokenizer.model`` of type BPE; ``ids`` of special tokens have the keys of `_ID_FIELDS`."""
     result = bytearray()
     for piece in pieces:
-        text = encode(piece.text, "token")
-        content = _field(1, text) + bytes([2 << 3 | FOUR]) + _F32.pack(piece.score) + _number(3, piece.type)
-        result += _field(1, content)
-    settings = _number(3, BPE) + _number(4, len(pieces))
-    settings += _number(_BYTE_FALLBACK, int(any(piece.type == BYTE for piece in pieces)))
-    for name, field in _ID_FIELDS.items():
-        settings += _number(field, ids.get(name, _NO_ID))
-    normalizer = _field(1, b"identity") + _number(3, int(add_prefix)) + _number(4, 0) + _number(5, 1)
+        score = bytes([2 << 3 | FOUR]) + _F32.pack(piece.score)
+        result += _field(1, _field(1, encode(piece.text, "token")) + score + _numbers({3: piece.type}))
+    falls_back = any(piece.type == BYTE for piece in pieces)
+    special = {field: ids.get(name, _NO_ID) for name, field in _ID_FIELDS.items()}
+    settings = _numbers({3: BPE, 4: len(pieces), _BYTE_FALLBACK: int(falls_back), **special})
+    normalizer = _field(1, b"identity") + _numbers({3: int(add_prefix), 4: 0, 5: 1})
     return bytes(result + _field(2, settings) + _field(3, normalizer))
 
 
-def _encoded(number: int) -> bytes:
-    """Return a varint."""
+def _varint(number: int) -> bytes:
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -572,12 +534,12 @@ def _encoded(number: int) -> bytes:
     return bytes(parts)
 
 
-def _number(field: int, value: int) -> bytes:
-    return _encoded(field << 3 | VARINT) + _encoded(value)
+def _numbers(values: Mapping[int, int]) -> bytes:
+    return b"".join(_varint(field << 3 | VARINT) + _varint(value) for field, value in values.items())
 
 
 def _field(field: int, content: bytes) -> bytes:
-    return _encoded(field << 3 | BYTES) + _encoded(len(content)) + content
+    return _varint(field << 3 | BYTES) + _varint(len(content)) + content
 
 
 # ---- special tokens ----
@@ -597,7 +559,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
     """Yield the metadata keys of special tokens among ``texts``: ids, flags and chat templates."""
     tokens, adds, types = dict(files.config or {}), dict[str, bool](), [*USUAL]
     if files.json is not None:
-        _read_processor(files, tokens, adds, types)
+        _read_processor(files, files.json.get("post_processor"), tokens, adds, types)
     ids: dict[str, int] = {}
 
     def put(kind: str, number: Any) -> None:
@@ -618,18 +580,18 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
             number = numbers.get(_text(tokens.get(f"{kind}_token")))
             if number != USUAL_IDS.get(kind):  # llama.cpp assumes the usual number
                 put(kind, number)
-    yield from ((f"tokenizer.ggml.{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
-    yield from ((f"tokenizer.ggml.add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
+    yield from ((f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
+    yield from ((f"{_PREFIX}add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
     yield from _templates(files)
 
 
-def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]) -> None:
+def _read_processor(
+    files: TokenizerFiles, processor: Any, tokens: dict[str, Any], adds: dict[str, bool], types: list[str]
+) -> None:
     """Read which tokens the post-processor of ``tokenizer.json`` adds to a text."""
-    assert files.json is not None
     for kind, other in (("bos", "cls"), ("eos", "sep")):
         if not tokens.get(f"{kind}_token") and tokens.get(f"{other}_token"):
             tokens[f"{kind}_token"] = tokens[f"{other}_token"]
-    processor = files.json.get("post_processor")
     if processor is None:
         return
     if not isinstance(processor, dict):
@@ -641,20 +603,14 @@ def _read_processor(files: TokenizerFiles, tokens: dict[str, Any], adds: dict[st
             adds.setdefault("bos", False)
             adds.setdefault("eos", False)
         elif isinstance(step, dict) and name == "TemplateProcessing":
-            single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
-            _read_template(single, pair, tokens, adds, None if files.config is None else types)
+            _read_template(step, tokens, adds, None if files.config is None else types)
         else:
             raise files.unsupported(f"{JSON} has a post-processor {show(name)}, which is unknown")
 
 
-def _read_template(
-    single: list[tuple[str, str]],
-    pair: list[tuple[str, str]],
-    tokens: dict[str, Any],
-    adds: dict[str, bool],
-    types: list[str] | None,  # None without a ``tokenizer_config.json``
-) -> None:
-    """Read the tokens before and after a text, and between two texts."""
+def _read_template(step: Any, tokens: dict[str, Any], adds: dict[str, bool], types: list[str] | None) -> None:
+    """Read the tokens before and after a text, and between two; without a ``tokenizer_config.json`` types are None."""
+    single, pair = _pieces(step.get("single")), _pieces(step.get("pair"))
     bos, eos, cls, sep = (_text(tokens.get(f"{kind}_token")) for kind in ("bos", "eos", "cls", "sep"))
     first = single[0][1] if len(single) > 1 and single[0][0] == "SpecialToken" else None
     last = single[-1][1] if len(single) > 1 and single[-1][0] == "SpecialToken" else None
@@ -673,8 +629,7 @@ def _read_template(
             tokens["eos_token"] = last
         eos = last
         adds["eos"] = True
-    begin = 1 if first is not None and pair[:1] == [("SpecialToken", first)] else 0
-    end = len(pair) - 1 if last is not None and pair[-1:] == [("SpecialToken", last)] else len(pair)
+    begin, end = pair[:1] == [("SpecialToken", first)], len(pair) - (pair[-1:] == [("SpecialToken", last)])
     inner = pair[begin:end]
     if len(inner) < 3 or inner[0] != ("Sequence", "A") or inner[-1] != ("Sequence", "B"):
         return
@@ -740,7 +695,6 @@ def skeleton(files: TokenizerFiles) -> dict[str, str]:
 
 # ---- the way back: the files of a tokenizer ----
 
-_PREFIX = "tokenizer.ggml."
 _MOST_SCORE = 1 << 127  # scores are f32
 
 
@@ -800,8 +754,7 @@ class _Tokens:
         if bad is not None:
             text = f"key {_PREFIX}scores: score {bad} is {self.scores[bad]}, expected a finite f32"
             raise FormatError(text, self._title)
-        usual = USUAL_IDS.items() if scored else ()
-        self.ids = {name: number for name, number in usual if number < len(texts)}
+        self.ids = {name: number for name, number in USUAL_IDS.items() if scored and number < len(texts)}
         for kind, word in TYPES.items():
             number = self._metadata.get(f"{_PREFIX}{word}_token_id")
             if kind in USUAL and isinstance(number, int) and 0 <= number < len(texts):
@@ -814,8 +767,7 @@ class _Tokens:
         if not isinstance(array, np.ndarray) or len(array) != len(self.texts) or array.dtype.kind not in kinds:
             expected = f"{len(self.texts)} {'floats' if kinds == 'f' else 'integers'}"
             raise FormatError(f"key {_PREFIX}{key} must have {expected}", self._title)
-        numbers: list[Any] = array.tolist()
-        return numbers
+        return [*array.tolist()]
 
     def _flag(self, key: str, default: bool) -> bool:
         value = self._metadata.get(f"{_PREFIX}{key}", default)
@@ -826,7 +778,6 @@ class _Tokens:
         return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
 
     def _added(self) -> list[dict[str, Any]]:
-        """Return the entries of added tokens."""
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         added = ((k, kind == CONTROL) for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED))
         return [{"id": k, "content": self.texts[k], **flags, "special": special} for k, special in added]
@@ -836,10 +787,9 @@ class _Tokens:
         count = len(self.texts)
         while count and self._pads(count - 1):
             count -= 1
-        pieces = []
-        for text, score, kind in zip(self.texts[:count], self.scores, self.types, strict=False):
-            text = text.replace(" ", SPACE) if kind == USER_DEFINED else text
-            pieces.append(VocabularyPiece(text, score, kind if NORMAL <= kind <= BYTE else NORMAL))
+        texts = (t.replace(" ", SPACE) if k == USER_DEFINED else t for t, k in zip(self.texts, self.types, strict=True))
+        types = (kind if NORMAL <= kind <= BYTE else NORMAL for kind in self.types)
+        pieces = [*map(VocabularyPiece, islice(texts, count), self.scores, types)]
         return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
 
     def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -870,14 +820,13 @@ class _Tokens:
     def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
         """Return the merges that form tokens, those of the highest score first."""
         formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and self.scores[k] < 0]
-        formed.sort(key=lambda text: -self.scores[vocab[text]])
         merges = []
-        for text in formed:
+        for text in sorted(formed, key=lambda text: -self.scores[vocab[text]]):
             if len(text) > MAX_MERGED:
                 raise FormatError(f"token {vocab[text]} has {len(text):,} characters, too many to merge", self._title)
-            cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+            cuts = ([text[:cut], text[cut:]] for cut in range(1, len(text)))
             pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
-            merges += [list(pair) for pair in sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))]
+            merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
         return merges
 
     def _template(self) -> dict[str, Any] | None:
