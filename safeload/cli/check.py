@@ -89,8 +89,8 @@ def check(options: argparse.Namespace) -> int:
     written, output = options.write_manifest, None
     if written is not None:
         common.refuse(written, "--write-manifest needs a file")
-        replaces = {"overwrite": options.overwrite, "sources": (options.path, options.config)}
-        output = Output("--write-manifest", written, "manifest", is_manifest, **replaces)
+        sources = options.path, options.config
+        output = Output("--write-manifest", written, "manifest", is_manifest, options.overwrite, sources)
         output.check()
     limits = common.given(options, "parameters scale absmax")
     if options.range is not None:
@@ -148,8 +148,7 @@ def _manifest(
         from ..core.memory import thread_count
         from ..trust.verify import digests_of
 
-        threads = thread_count(1 << 40, options.threads)
-        current["files"] = digests_of(options.path, threads, options.write_manifest)
+        current["files"] = digests_of(options.path, thread_count(1 << 40, options.threads), options.write_manifest)
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
@@ -297,8 +296,7 @@ def report(options: argparse.Namespace) -> int:
     to_stdout = options.output == common.STANDARD
     if to_stdout and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
-    overwrite = options.overwrite
-    output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
+    output = Output("--output", options.output, "report", is_page, options.overwrite, [options.path])
     if not to_stdout:
         output.check()
     with common.read_again(options.path) as path:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
 
-# The path of stdin and of stdout.
+# The path of stdin and of stdout, and advice for messages.
 STANDARD = "-"
+_OTHER = f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
 # The name of stdin in output and messages.
 STDIN = "<stdin>"
 # Files of the system that stand for stdin. If it is a pipe, weights cannot be mapped through them.
@@ -117,9 +118,9 @@ def source(path: Any) -> Any:
     if not is_stdin(path):
         return path
     if sys.stdin is None or sys.stdin.closed:
-        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_other()}")
+        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_OTHER}")
     if sys.stdin.isatty():
-        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_other()}")
+        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_OTHER}")
     return sys.stdin.buffer
 
 
@@ -164,11 +165,7 @@ def check_once(paths: Sequence[str]) -> None:
 def refuse(path: str | None, what: str) -> None:
     """Refuse "-" for a command that needs a file; ``what`` begins the message."""
     if is_stdin(path):
-        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
-
-
-def _other() -> str:
-    return f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
+        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_OTHER}" if path == STANDARD else ""))
 
 
 def _descriptor(stream: Any) -> int:
@@ -190,7 +187,7 @@ def _is_file(stream: Any) -> bool:
 def binary_stdout() -> Iterator[BinaryIO]:
     """Yield stdout for binary data, and flush it at the end."""
     if getattr(sys.stdout, "name", None) == os.devnull:  # `main` has replaced a closed stream
-        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_other()}")
+        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_OTHER}")
     if sys.stdout.isatty():
         raise ValueError(
             f"{STANDARD} writes binary data to stdout, which is a terminal; redirect it, such as > model.safetensors"
@@ -411,8 +408,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     option = f"--dask {printable(scheduler)}"
 
     async def check() -> None:  # first, because a failing `Client` takes 20 seconds to end
-        how: dict[str, Any] = Security().get_connection_args("client")
-        await (await comm.connect(scheduler, timeout=_TIMEOUT, **how)).close()
+        await (await comm.connect(scheduler, timeout=_TIMEOUT, **Security().get_connection_args("client"))).close()
 
     try:
         asyncio.run(check())
@@ -423,7 +419,6 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
         with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
             if not executor.scheduler_info()["workers"]:
@@ -439,7 +434,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
             yield executor  # not its get_executor(): its future of a piece fails if the worker with the result dies
     except KilledWorker as error:
         raise SafeloadError(f"{option}: one piece killed several workers: {error}") from None
-    except lost:
+    except (CancelledError, getattr(client, "ClosedClientError", CancelledError)):  # releases of 2023 lack the class
         raise SafeloadError(f"{option}: the connection to the scheduler was lost") from None
     except ImportError as error:
         raise SafeloadError(f"{option}: {error}; {_ON_WORKERS}") from None

@@ -120,12 +120,10 @@ def convert(options: argparse.Namespace) -> int:
     common.check_once(options.source)
     to_stdout = options.destination == common.STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
-    for option in ("resume", "dask", "max_shard_size"):
-        if not getattr(options, option):
-            continue
-        if to_stdout or not (sharded or is_folder(where(options.destination), options.format)):
-            spelled = option.replace("_", "-")
-            raise ValueError(f"--{spelled} needs a folder as destination, got {show(options.destination)}")
+    passed = [name for name in ("resume", "dask", "max_shard_size") if getattr(options, name)]
+    if passed and (to_stdout or not (sharded or is_folder(where(options.destination), options.format))):
+        option = passed[0].replace("_", "-")
+        raise ValueError(f"--{option} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:
         if options.json:
             raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")

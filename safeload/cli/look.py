@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
-
-if TYPE_CHECKING:
-    from ..checking.info import Info
 
 # The rows that a terminal shows at most of a listing.
 _ROWS = 100
@@ -87,19 +84,31 @@ def info(options: argparse.Namespace) -> int:
 
 
 def _show(path: str, options: argparse.Namespace) -> int:
-    from ..checking.info import describe, lines, misfits, title_of
+    """Print a listing or an object: on one line if there are several paths, else with a line for each tensor."""
+    from ..checking.info import describe, lines, misfits, rows_of, title_of
 
+    shown, is_only = common.shown(path), len(options.paths) == 1
     with common.open_path(path, options) as opened:
         same = common.given(options, "only drop base storage_options")
         memory = options.memory or options.json  # JSON always has the memory
-        info = describe(common.shown(path), opened, memory=memory, **same)
+        info = describe(shown, opened, memory=memory, **same)
     if options.json:
         with paused(len(info.tensors)):
-            _print_info(info, options)
+            whole = info.to_dict()
+            tensors = whole.pop("tensors")
+            if options.sort:
+                by_name = {tensor["name"]: tensor for tensor in tensors}
+                rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
+                tensors = [by_name[row.name] for row in rows]
+            tensors = tensors[: options.limit]
+            if is_only:
+                _print_object(whole, "tensors", tensors)
+            else:
+                print(json.dumps({**whole, "tensors": tensors}))
     else:
         listing = lines(
             info,
-            title_of(common.shown(path)) if len(options.paths) == 1 else common.shown(path),
+            title_of(shown) if is_only else shown,
             columns=common.columns(),
             rows=common.most_rows(options, _ROWS),
             hint=common.hint(options),
@@ -109,23 +118,6 @@ def _show(path: str, options: argparse.Namespace) -> int:
         )
         common.print_lines(listing)
     return int(misfits(info.adapter))
-
-
-def _print_info(info: Info, options: argparse.Namespace) -> None:
-    """Print an object, on one line if there are several paths, else with a line for each tensor."""
-    whole = info.to_dict()
-    tensors = whole.pop("tensors")
-    if options.sort:
-        from ..checking.info import rows_of
-
-        by_name = {tensor["name"]: tensor for tensor in tensors}
-        rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
-        tensors = [by_name[row.name] for row in rows]
-    tensors = tensors[: options.limit]
-    if len(options.paths) > 1:
-        print(json.dumps({**whole, "tensors": tensors}))
-    else:
-        _print_object(whole, "tensors", tensors)
 
 
 def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
@@ -143,17 +135,13 @@ def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
 
 def _rows_of(text: str) -> slice:
     """Parse rows, for argparse."""
-    parts = text.split(":")
+    first, colon, last = text.partition(":")
     try:
-        numbers = [int(part) if part.strip() else None for part in parts]
+        if colon:
+            return slice(*(int(bound) if bound.strip() else None for bound in (first, last)))
+        row = int(first)
     except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or numbers == [None]:
-        raise argparse.ArgumentTypeError(f"expected A:B or A, such as 0:10, got {printable(text)}")
-    if len(numbers) == 2:
-        return slice(*numbers)
-    (row,) = numbers
-    assert row is not None
+        raise argparse.ArgumentTypeError(f"expected A:B or A, such as 0:10, got {printable(text)}") from None
     return slice(row, row + 1 if row != -1 else None)
 
 
