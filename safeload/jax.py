@@ -89,10 +89,9 @@ def load_file(
     parse_target(dtype)  # refuses other dtypes before anything is opened
     everything = names is None and dtype is None and threads is None and progress is None
     if everything and sharding is None and backend in ("mmap", "pread"):
-        opened = resident.load_or_open(filename, backend, _FOLDERS)
-        if isinstance(opened, resident.Resident):
-            return jax_arrays.copied(opened.arrays)
-        file = opened
+        file = resident.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(file, resident.Resident):
+            return jax_arrays.copied(file.arrays)
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:

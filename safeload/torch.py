@@ -146,10 +146,8 @@ def load_file(
         tensors = safetensors.chosen(file, names, dtype, "load_file")
         if place is None:
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
-            raw = None
-            if dtype is None and dtypes.holds_packed(file.table.numbers):
-                raw = torch_arrays.raw_of(tensors)
-            return torch_arrays.from_arrays(arrays, raw)
+            packed = dtype is None and dtypes.holds_packed(file.table.numbers)
+            return torch_arrays.from_arrays(arrays, torch_arrays.raw_of(tensors) if packed else None)
         entries = entries_of(tensors, parse_target(dtype))
         if place.type == "meta":
             return torch_arrays.without_data(entries)

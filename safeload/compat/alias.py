@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core.forking import ProcessLock
@@ -74,14 +73,13 @@ class Finder:
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
-        namespace: dict[str, Any] = {
-            "__doc__": f"safeload in the place of safetensors {_VERSION}.",
-            "__version__": _VERSION,
-            "__getattr__": partial(imported, vars(module), _NAMES),
-            "__dir__": lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
-            "__all__": [name for name in _NAMES if not name.startswith("_")],
-        }
-        vars(module).update(namespace)
+        vars(module).update(
+            __doc__=f"safeload in the place of safetensors {_VERSION}.",
+            __version__=_VERSION,
+            __getattr__=partial(imported, vars(module), _NAMES),
+            __dir__=lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
+            __all__=[name for name in _NAMES if not name.startswith("_")],
+        )
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution in which `importlib.metadata` finds the version that clients ask for."""
@@ -142,8 +140,7 @@ def real_compiled_module() -> ModuleType | None:
 
 # The changes of `install_as_safetensors`, each with the number of calls that want it and the function that undoes it.
 _lock = ProcessLock()
-_calls: Counter[Callable[[], Callable[[], None]]] = Counter()
-_undo: dict[Callable[[], Callable[[], None]], Callable[[], None]] = {}
+_changes: dict[Callable[[], Callable[[], None]], tuple[int, Callable[[], None]]] = {}
 
 
 def _import_safeload() -> Callable[[], None]:
@@ -161,8 +158,7 @@ def _import_safeload() -> Callable[[], None]:
 
 def _take_modules() -> dict[str, ModuleType]:
     """Remove the modules of safetensors from `sys.modules` and return them."""
-    names = [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == _NAME}
 
 
 def path_with_shim(*folders: str) -> str:
@@ -227,16 +223,17 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
     changes = [_import_safeload, _start_with_shim] if subprocesses else [_import_safeload]
     with _lock.own:
         for change in changes:
-            if not _calls[change]:
-                _undo[change] = change()
-            _calls[change] += 1
+            calls, undo_change = _changes.get(change) or (0, change())
+            _changes[change] = calls + 1, undo_change
 
     def undo() -> None:
         with _lock.own:
             while changes:
                 change = changes.pop()
-                _calls[change] -= 1
-                if not _calls[change]:
-                    _undo.pop(change)()
+                calls, undo_change = _changes.pop(change)
+                if calls > 1:
+                    _changes[change] = calls - 1, undo_change
+                else:
+                    undo_change()
 
     return undo

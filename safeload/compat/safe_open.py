@@ -108,9 +108,8 @@ class SafeSlice:
 
     @public
     def __getitem__(self, index: Any) -> Any:
-        if self._handle is not None:
-            return self._handle.item(self._file, self._index, index, self._array)
-        return self._array(index)
+        handle = self._handle
+        return self._array(index) if handle is None else handle.item(self._file, self._index, index, self._array)
 
     def _array(self, index: Any) -> Array:
         if isinstance(index, list):
@@ -127,14 +126,11 @@ class SafeSlice:
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Raise the errors of safetensors, with its messages and in its order: from the last axis to the first."""
-    if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
+    rest = [slice(None)] * (len(shape) + 1 - len(items))  # in the place of an ellipsis
+    indices = [index for item in items for index in (rest if item is Ellipsis else [item])]
+    basic = all(isinstance(item, slice) or as_index(item) is not None for item in indices)
+    if not basic or sum(item is Ellipsis for item in items) > 1:
         return  # NumPy's rules apply
-    indices = [item for item in items if item is not Ellipsis]
-    ellipsis = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
-    if ellipsis < len(items):
-        indices[ellipsis:ellipsis] = [slice(None)] * (len(shape) - len(indices))
-    if not all(isinstance(item, slice) or as_index(item) is not None for item in indices):
-        return
     during = f"Error during slicing [{', '.join(map(_show, indices))}] with shape {list(shape)}"
     if len(indices) > len(shape):
         raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
@@ -234,8 +230,7 @@ class PrefetchLoader:
                 self._check_open()  # closed while this thread waited
                 raise
             if arrival is not None:
-                name, tensor, wait = arrival
-                self._landed[name] = tensor, wait
+                self._landed[arrival[0]] = arrival[1:]
         return arrival is not None
 
     def _hand_out(self, name: str) -> Any:
@@ -410,9 +405,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # atomic: only one of two threads is first
         mappings = self._mappings if first else None
-        arrays: dict[str, Array]
-        arrays, _ = load_tensors(Tensors([file], [name], [index]), backend=self._backend, mappings=mappings)
-        return arrays[name]
+        tensors = Tensors([file], [name], [index])
+        array: Array = load_tensors(tensors, backend=self._backend, mappings=mappings)[0][name]
+        return array
 
     @public
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
@@ -435,9 +430,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         parts = safetensors.chosen(file, None, dtype, "get_tensors")
 
         def read() -> dict[str, Array]:
-            arrays: dict[str, Array]
-            arrays, _ = load_tensors(parts, backend=self._backend, dtype=dtype, out=out)
-            return arrays
+            return load_tensors(parts, backend=self._backend, dtype=dtype, out=out)[0]
 
         return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)
 
@@ -602,17 +595,14 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
             raise SafetensorError(
                 f'Device {clip(printable(str(device)), 200)} is not supported for framework numpy: use "cpu"'
             )
-        check_backend(backend)
-        return None
-    if framework in _FRAMEWORKS:
+        handle: Handle | None = None
+    elif framework in _FRAMEWORKS:
         module, name, _ = _FRAMEWORKS[framework]
-        handle: Handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
-        check_backend(backend)
-        return handle
-    shown = clip(printable(str(framework)), 200)
-    conversion = CONVERSIONS.get(framework)
-    if conversion is None:
-        raise SafetensorError(f'framework {shown} is invalid: use "numpy", "pt" or "jax"')
-    raise SafetensorError(
-        f'framework {shown} is not supported: load NumPy arrays with framework="numpy" and use {conversion}'
-    )
+        handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
+    else:
+        why = 'invalid: use "numpy", "pt" or "jax"'
+        if framework in CONVERSIONS:
+            why = f'not supported: load NumPy arrays with framework="numpy" and use {CONVERSIONS[framework]}'
+        raise SafetensorError(f"framework {clip(printable(str(framework)), 200)} is {why}")
+    check_backend(backend)
+    return handle

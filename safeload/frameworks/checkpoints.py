@@ -55,9 +55,8 @@ def selecting(
                 file.table.refuse_unknown([index], file.path)
                 (packed if file.table.is_quantized(index) else plain).append(name)
             if packed:
-                groups = [(packed, _dtype_of(checkpoint, packed[0]))]
-                if plain:
-                    groups.insert(0, (plain, None))
+                groups = [(plain, None)] if plain else []
+                groups.append((packed, _dtype_of(checkpoint, packed[0])))
         yield checkpoint, merge, all_names, groups
 
 

@@ -132,9 +132,8 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
         if next(iter(copies[large[0]].devices())).platform == "cpu":
             for k in large:
                 array = arrays[k]
-                if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
-                    continue
-                if copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
+                must_own = array.nbytes and (borrowed or array.nbytes < POOLED_BELOW)
+                if must_own and copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
                     copies[k] = jax.device_put(array.copy(), place)
     return [copies[k] for k in range(len(arrays))]
 
@@ -173,9 +172,7 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
 
 def joined(entry: Entry, place: Any, slices: Sequence[Array]) -> Array:
     """Join the slices of a tensor on devices into an array."""
-    dtype = jax_dtype(entry.dtype)
-    result: Array = jax.make_array_from_single_device_arrays(entry.shape, place, slices, dtype=dtype)
-    return result
+    return jax.make_array_from_single_device_arrays(entry.shape, place, slices, dtype=jax_dtype(entry.dtype))
 
 
 # ---- from JAX ----
@@ -219,11 +216,9 @@ def to_numpy(array: Any) -> NumpyArray:
     if array.is_fully_replicated:
         return np.ascontiguousarray(_fetched(array.addressable_data(0)))
     whole = np.empty(array.shape, array.dtype)
-    copied = set()
-    for shard in array.addressable_shards:
-        if (bounds := str(shard.index)) not in copied:
-            copied.add(bounds)
-            whole[shard.index] = _fetched(shard.data)
+    shards = {str(shard.index): shard for shard in array.addressable_shards}  # one of those with equal values
+    for shard in shards.values():
+        whole[shard.index] = _fetched(shard.data)
     return whole
 
 
@@ -387,15 +382,12 @@ class _Loader:
             parts = slices(place, entry.shape)
             views = [values[_inside(0, bounds)] for bounds in parts]
             if partly_aliased(views, place):
-                arrays[entry.name] = joined(entry, place, _put(zip(map(self._own, views), parts.values(), strict=True)))
+                copies = [astype(view, view.dtype, threads=self.threads) for view in views]
+                arrays[entry.name] = joined(entry, place, _put(zip(copies, parts.values(), strict=True)))
             else:  # a small array would keep its whole pool alive
                 undivided[entry.name] = values.copy() if values.nbytes < POOLED_BELOW else values, place
-        copies = _put((values, [place]) for values, place in undivided.values())
-        return {**arrays, **dict(zip(undivided, copies, strict=True))}
-
-    def _own(self, view: NumpyArray) -> NumpyArray:
-        """Return a copy of the values."""
-        return astype(view, view.dtype, threads=self.threads)
+        whole = _put((values, [place]) for values, place in undivided.values())
+        return {**arrays, **dict(zip(undivided, whole, strict=True))}
 
     def _by_slices(self, tensor: PlacedTensor) -> Array:
         """Load a large or partly local tensor, one range of its first axis after another."""
@@ -418,7 +410,11 @@ class _Loader:
         once. Otherwise slices are copied from the mapped file, which touches only their pages.
         """
         (entry, target, place, *_), (name, file, index) = tensor, tensor.entry.tensor
-        if (self.merge and name in self.merge) or _only_whole(file, index, target):
+        packed = file.table.packed.get(index)
+        only_whole = target is not None and file.table.row(index).packed
+        if packed is not None:
+            only_whole = len(entry.shape) < 2 or (len(entry.shape) == 2 and not rows_apart(packed.packing))
+        if only_whole or (self.merge and name in self.merge):
             values: Any = self._read([tensor])[0]
             together = True
         else:
@@ -433,7 +429,7 @@ class _Loader:
                 block = values[_items(rows)]
                 views = [block[_inside(len(rows), bounds)] for bounds in parts]
                 if partly_aliased(views, place):
-                    views = list(map(self._own, views))
+                    views = [astype(view, view.dtype, threads=self.threads) for view in views]
                 yield list(zip(views, parts.values(), strict=True))
             else:
                 view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self.mappings)[0][name]
@@ -456,14 +452,6 @@ def _items(bounds: Bounds) -> tuple[slice, ...]:
 def _inside(axes: int, bounds: Bounds) -> tuple[Any, ...]:
     """Return the index of a slice inside its range of the first axes; the ellipsis keeps a scalar an array."""
     return (*[slice(None)] * axes, *_items(bounds[axes:]), Ellipsis)
-
-
-def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
-    """Return whether the values of a tensor can only be read all at once."""
-    packed = file.table.packed.get(index)
-    if packed is not None:
-        return len(packed.packing.shape) < 2 or not (len(packed.packing.shape) > 2 or rows_apart(packed.packing))
-    return target is not None and file.table.row(index).packed
 
 
 def load_checkpoint(

@@ -131,9 +131,8 @@ def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:
     """Return shape and dtype of an entry's tensor, which can be rows of the tensor in the file."""
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
-    shape = entry.shape
-    logical = entry.file.table.shape(entry.at) if row.bits < 8 else shape
-    return shape, described(entry.name, row, logical)[1]
+    logical = entry.file.table.shape(entry.at) if row.bits < 8 else entry.shape
+    return entry.shape, described(entry.name, row, logical)[1]
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -200,8 +199,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
 
 def _beyond(tensor: Any, nbytes: int) -> bool:
     """Return True if the storage ends before this many bytes of a tensor, as FSDP leaves it between two passes."""
-    storage: torch.UntypedStorage = tensor.untyped_storage()
-    return bool(tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes())
+    return bool(tensor.storage_offset() * tensor.element_size() + nbytes > tensor.untyped_storage().nbytes())
 
 
 def value_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
@@ -310,8 +308,7 @@ def putter(name: str, tensor: Any) -> Callable[[Array, Array], None]:
 
     def put(indices: Array, values: Array) -> None:
         places = torch.from_numpy(indices.astype(np.int64)).to(flat.device)
-        codes = torch.from_numpy(values.view(f"i{values.dtype.itemsize}").copy()).to(flat.device)
-        flat[places] = codes
+        flat[places] = torch.from_numpy(values.view(f"i{values.dtype.itemsize}").copy()).to(flat.device)
 
     return put
 
@@ -460,7 +457,6 @@ def remove_duplicate_names(
     def choice(candidates: set[str]) -> str:
         return min(candidates & preferred or candidates - discard or candidates)
 
-    removed: dict[str, list[str]] = {}
     groups = find_shared_tensors(state_dict)
     complete: dict[Any, tuple[str, set[str]]] = {}  # by storage: the kept name, and the group
     for group in groups:
@@ -479,10 +475,7 @@ def remove_duplicate_names(
                 f"cannot choose a name to keep: none of {listed(sorted(group))} covers all of their shared memory, "
                 f"a storage of {storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
             )
-    for kept, group in (*complete.values(), *kept_parts):
-        if len(group) > 1:
-            removed[kept] = sorted(group - {kept})
-    return removed
+    return {kept: sorted(group - {kept}) for kept, group in (*complete.values(), *kept_parts) if len(group) > 1}
 
 
 def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:

@@ -222,7 +222,10 @@ class _Target:
     __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
     def __init__(self, entry: Entry, copies: Copies) -> None:
-        self.moved = _moved(entry)  # the entry to copy
+        assert entry.target is not None
+        source, target = dtypes.BY_NUMBER[entry.source], dtypes.BY_NUMBER[entry.target]
+        widened = entry.packed is None and target.code in _WIDENED.get(source.code, ())
+        self.moved = entry._replace(target=entry.source) if widened else entry  # copied, then widened on the device
         self.aliases: tuple[str, ...] = ()  # further names that get the tensor
         self._copies = copies
         self._shape, self._dtype = torch_arrays.of_entry(entry)
@@ -258,15 +261,6 @@ class _Target:
         yield self.moved.name, tensor, wait
         for name in self.aliases:
             yield name, tensor.view(tensor.shape), wait
-
-
-def _moved(entry: Entry) -> Entry:
-    """Return the entry to copy: in its stored dtype if the device widens it."""
-    assert entry.target is not None
-    source, target = dtypes.BY_NUMBER[entry.source], dtypes.BY_NUMBER[entry.target]
-    if entry.packed is None and target.code in _WIDENED.get(source.code, ()):
-        return entry._replace(target=entry.source)
-    return entry
 
 
 def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
@@ -351,12 +345,8 @@ class TorchHandle:
             return self._moved(torch_arrays.from_array(select(key), name, raw))
         whole = self._whole(file, index, shape)
         if _is_basic(key):
-            try:
-                part = whole[key]
-            except IndexError:
-                pass  # below, torch raises its own error
-            else:
-                part = np.asarray(part)  # a single element is not an array
+            with suppress(IndexError):  # below, torch raises its own error
+                part = np.asarray(whole[key])  # a single element is not an array
                 return self._moved(torch_arrays.from_array(self._separate(file, index, part), name, raw))
         tensor = torch_arrays.from_array(whole, name, raw)
         selected = tensor[key]
@@ -426,10 +416,7 @@ def _rows_of(entry: Entry, rows: range | None) -> Entry:
 
 def _is_basic(key: Any) -> bool:
     """Return whether a key is basic indexing: it gives a view, and NumPy and torch agree on it within bounds."""
-    for item in key if isinstance(key, tuple) else (key,):
-        if isinstance(item, slice):
-            if item.step is not None and (as_index(item.step) or 0) <= 0:
-                return False
-        elif item is not None and item is not Ellipsis and as_index(item) is None:
-            return False
-    return True
+    items = key if isinstance(key, tuple) else (key,)
+    steps = [item.step for item in items if isinstance(item, slice) and item.step is not None]
+    indices = [item for item in items if not isinstance(item, slice) and item is not None and item is not Ellipsis]
+    return all((as_index(step) or 0) > 0 for step in steps) and None not in map(as_index, indices)

@@ -198,34 +198,24 @@ def quanto(group: PackedGroup) -> Packing:
 
 def torchao(group: PackedGroup) -> Packing:
     """``X._weight_qdata`` and ``X._weight_scale``, for any parameter; scales divide the codes into equal blocks."""
-    shape = group.stored
-    _check_type(group)
+    shape, scale = group.stored, group.scales
+    text = group.context.metadata(group.context.places[group.codes][0]).get(group.logical)
+    if isinstance(text, str):  # rewritten files can have lost the type
+        kind = parsed(text.encode(), f"metadata of {show(group.logical)}").get("_type")
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise Refused(f"torchao's {show(kind)} stores codes in the order of one kernel")
     if packing.FACTORS in group.parts:
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.scale_code not in NUMBERS:
         raise Refused(f"its {group.scale_code} scales look like MXTensor's, which can be swizzled")
     zeros = group.has_zeros()
-    return group.in_bytes(_grid(shape, group.scales), zeros=zeros)
-
-
-def _grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
-    _, rows, columns = matrices_of(shape)
     if math.prod(scale) == 1:
-        return one_scale(shape, shared=True)
+        return group.in_bytes(one_scale(shape, shared=True), zeros=zeros)
+    _, rows, columns = matrices_of(shape)
     down, across = scale[-2:] if len(scale) == len(shape) > 1 else (0, 0)
     if scale[:-2] != shape[:-2] or not down or not across or rows % down or columns % across:
         raise Misfit(f"scales {list(scale)} do not divide codes {list(shape)} into equal blocks")
-    return Grid(max(1, rows // down), max(1, columns // across), down, across)
-
-
-def _check_type(group: PackedGroup) -> None:
-    """Check the type in the metadata of the file; rewritten files can have lost it."""
-    text = group.context.metadata(group.context.places[group.codes][0]).get(group.logical)
-    if not isinstance(text, str):
-        return
-    kind = parsed(text.encode(), f"metadata of {show(group.logical)}").get("_type")
-    if not isinstance(kind, str) or kind not in _TYPES:
-        raise Refused(f"torchao's {show(kind)} stores codes in the order of one kernel")
+    return group.in_bytes(Grid(max(1, rows // down), max(1, columns // across), down, across), zeros=zeros)
 
 
 # ---- writing ----
