@@ -191,8 +191,7 @@ def lay_out(
     kind = preset.name.removeprefix("bnb_")
     modules = {module: reason for module, reason in left.items() if reason != IS_EXPERT}
     skipped = None if all(reason == IS_HEAD for reason in modules.values()) else sorted(modules)
-    settings = filled("bitsandbytes", bnb_4bit_quant_type=kind, llm_int8_skip_modules=skipped)
-    return with_quantization(config, settings)
+    return with_quantization(config, filled("bitsandbytes", bnb_4bit_quant_type=kind, llm_int8_skip_modules=skipped))
 
 
 def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:

@@ -56,7 +56,7 @@ def ct_packed(group: PackedGroup) -> Packing:
     if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
-        group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
+        group.check_form(packing.GROUPS, "g_idx", ("I32",), shape[-1:])
     grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
@@ -85,7 +85,15 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
     # weights compares it anyway.
     if shape is not None and not (len(fits) == 1 and None not in counts and usual and scale[-1] > 1):
-        counts = [_ct_columns(group)] * len(described)
+        logical = _integers(group)
+        if (
+            not 2 <= len(logical) <= len(stored)
+            or min(logical) < 0
+            or logical[-2] != stored[-2]
+            or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
+        ):
+            raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
+        counts = [logical[-1]] * len(described)
         fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
         raise Misfit("it has no weight_shape, and config.json has no group_size")
@@ -108,28 +116,14 @@ def _integers(group: PackedGroup) -> tuple[int, ...]:
     return tuple(array.tolist())
 
 
-def _ct_columns(group: PackedGroup) -> int:
-    """Return the columns in weight_shape."""
-    stored, logical = group.stored, _integers(group)
-    if (
-        not 2 <= len(logical) <= len(stored)
-        or min(logical) < 0
-        or logical[-2] != stored[-2]
-        or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
-    ):
-        raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
-    return logical[-1]
-
-
 def _ct_fits(
     width: int, counts: Sequence[int | None], described: Sequence[tuple[Any, Any]]
 ) -> dict[tuple[int, int, int], None]:
     """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
-    for count, (exact, _) in zip(counts, described, strict=True):
+    known = ((count, exact) for count, (exact, _) in zip(counts, described, strict=True) if count is not None)
+    for count, exact in known:
         for bits in (exact,) if type(exact) is int and 1 <= exact <= 8 else range(1, 9):
-            if count is None:
-                continue
             if -(-count * bits // 32) == width:
                 fits[count, bits, 0] = None
             elif -(-count // (32 // bits)) == width:
@@ -158,8 +152,8 @@ def ct_fp4(group: PackedGroup) -> Packing:
         packed = fp4(group, "fp4 g16", 16, nvfp4)
     elif stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
-        grid, scales = whole_grid(shape, 1, 32), group.scale_dtype("F8_E8M0")
-        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=scales)
+        grid = whole_grid(shape, 1, 32)
+        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype="F8_E8M0")
     else:
         packed = fp4(group, "mxfp4", 32, "F8_E8M0")
     configured_grid(group, packed.shape)  # raises if the configured groups have another size
@@ -174,21 +168,28 @@ def bitmask(group: PackedGroup) -> Packing:
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
     stored, pairs = group.stored, len(group.stored) == 2  # pairs of every four values
-    shape: tuple[int, ...] = (stored[0], 2 * stored[1]) if pairs else _sparse_shape(group)
     if pairs:
+        shape: tuple[int, ...] = (stored[0], 2 * stored[1])
         if shape[1] % 4:
             raise Misfit(f"values {list(stored)} are not two of every four columns")
-        row, own = group.parts[packing.SHAPE]
-        if own not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
-            raise Misfit(f"shape is {row.code} {list(own)}, expected I64 [2, 1]")
-    group.check_form(packing.MASK, "bitmask", "U8", (*shape[:-1], -(-shape[-1] // 8)), f" for shape {list(shape)}")
+        group.check_form(packing.SHAPE, "shape", ("I64", "I32"), (2, 1), (2,))
+    else:  # the mask only implies its number of bytes
+        if len(stored) != 1:
+            raise Misfit(f"values must be a list or a matrix, got shape {list(stored)}")
+        shape = _integers(group)
+        if len(shape) > 2:
+            raise Refused(
+                f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix"
+            )
+        if not shape or min(shape) < 0:
+            raise Misfit(f"shape {list(shape)} is not the shape of a weight")
+    of = f" for shape {list(shape)}"
+    group.check_form(packing.MASK, "bitmask", ("U8",), (*shape[:-1], -(-shape[-1] // 8)), of=of)
     if not pairs:
         if packing.OFFSETS not in group.parts:
             raise Misfit("its row_offsets are missing")
-        row, own = group.parts[packing.OFFSETS]
-        if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-            expected = f"I64 {list(shape[:-1])} for shape {list(shape)}"
-            raise Misfit(f"row_offsets is {row.code} {list(own)}, expected {expected}")
+        shapes: Sequence[tuple[int, ...]] = (shape[:1],) if len(shape) > 1 else ((), (1,))
+        group.check_form(packing.OFFSETS, "row_offsets", ("I64", "I32"), *shapes, of=of)
     packed = _sparse_values(group, "sparse 2:4" if pairs else "sparse", shape)
     return packed._replace(layout=packing.MASKED, row_bytes=stored[1] * group.row.block_bytes if pairs else 0)
 
@@ -209,18 +210,6 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> P
     if packed.scale_rule != packing.STORED:
         raise Refused("its scales divide the values, which safeload does not compute for sparse tensors")
     return packed._replace(label=f"{prefix} {packed.label}")
-
-
-def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
-    """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
-    if len(group.stored) != 1:
-        raise Misfit(f"values must be a list or a matrix, got shape {list(group.stored)}")
-    shape = _integers(group)
-    if len(shape) > 2:
-        raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
-    if not shape or min(shape) < 0:
-        raise Misfit(f"shape {list(shape)} is not the shape of a weight")
-    return shape
 
 
 # ---- writing ----

@@ -244,10 +244,10 @@ class _Finder:
                 first = show(owners[logical])
                 self.faults.append(f"tensor {show(logical)}: stored twice, as {first} and as {show(name)}")
                 del self.packed[name]
-                continue
-            for part in packed.parts.values():
-                if part.name != logical:
-                    self.hidden[part.name] = logical
+            else:
+                for part in packed.parts.values():
+                    if part.name != logical:
+                        self.hidden[part.name] = logical
 
     def _refuse_unread(self) -> None:
         """Refuse codes beside an unread companion if its name suggests a change of their values."""
@@ -275,16 +275,12 @@ class _Finder:
                 continue
             bare = name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight")
             is_reported = not reported.isdisjoint(map(tensor_named, (name, *bare)))
-            if is_reported or _unread_by_quark(quantization, name) is not None or not quantization.is_covered(name):
-                continue
-            self.faults.append(
-                f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
-                f"({quantization} in config.json)"
-            )
-        for family in self._rows:
-            strays = family.strays
-            if strays is None or strays.method != quantization.method:
-                continue
+            if not is_reported and _unread_by_quark(quantization, name) is None and quantization.is_covered(name):
+                self.faults.append(
+                    f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                    f"({quantization} in config.json)"
+                )
+        for strays in (row.strays for row in self._rows if row.strays and row.strays.method == quantization.method):
             for name in alone:
                 suffix = next((suffix for suffix in strays.suffixes if name.endswith(suffix)), None)
                 if suffix is None:
@@ -464,11 +460,10 @@ def find(
     refusals: dict[str, tuple[str, str]] = {}
     for name, stored in tensors.items():
         code, scale, rest = stored.row.code, None, None
+        narrow = code not in _CODES and stored.shape[1:] != (1,)
         for row, role, suffix in clues if code in _CODES else telling:
             other = name[: len(name) - len(row.main)] + suffix
-            if other not in names or not name.endswith(row.main):
-                continue
-            if row.wide and code not in _CODES and stored.shape[1:] != (1,):
+            if other not in names or not name.endswith(row.main) or (row.wide and narrow):
                 continue
             if role != packing.SCALE:
                 rest = rest or other
@@ -500,8 +495,7 @@ def find(
         )
         if name in companions or known:
             companion = None if known and name.endswith(SPARSE) else companions.get(name)
-            why = refusals.get(name) or _refusal_of(name, code, quantization)
-            codes[name] = Codes(code, companion, method, *why)
+            codes[name] = Codes(code, companion, method, *(refusals.get(name) or _refusal_of(name, code, quantization)))
     return codes
 
 
@@ -540,11 +534,9 @@ def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tup
         with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
             reason = _unread_by_quark(quantization, name)
         return reason, reason and "AMD Quark"
-    for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
-        for family in families():
-            if value in family.methods:
-                return family.name, family.reader
-    return None, None
+    values = (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ()
+    known = ((row.name, row.reader) for value in values for row in families() if value in row.methods)
+    return next(known, (None, None))
 
 
 def _unread_by_quark(quantization: Quantization, name: str) -> str | None:

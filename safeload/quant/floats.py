@@ -53,12 +53,12 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         label = label.replace("int8", f"int{bits}", 1)
     if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    rule, dtype = packing.STORED, group.scale_dtype("F8_E8M0")
+    rule = packing.STORED
     if group.method == "fp8" and group.settings().get("weight_scale_semantics") is not None:  # GPTQModel's
         if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
             raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
         rule = packing.QUOTIENT
-    return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype=dtype, scale_rule=rule)
+    return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype="F8_E8M0", scale_rule=rule)
 
 
 def _has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> bool:
@@ -99,9 +99,7 @@ def deepseek_v4(group: PackedGroup) -> Packing:
     shape, scale = group.stored, group.scales
     if len(shape) < 2 or len(scale) != len(shape) or group.scale_code not in ("F8_E8M0", "U8", "F32"):
         raise Misfit("its scale is not the scale of a weight")
-    if group.row.code == "I8":
-        return fp4(group, "mxfp4", 32, "F8_E8M0")
-    return plain(group)
+    return fp4(group, "mxfp4", 32, "F8_E8M0") if group.row.code == "I8" else plain(group)
 
 
 # ---- 4-bit rows: E2M1 ----
@@ -120,8 +118,7 @@ def fp4(group: PackedGroup, label: str, block: int, exponents: str, numbers: str
         raise Misfit(f"{label} has groups of {block}, but group_size is {brief(show(sizes[0]))} (config_groups)")
     if group.scales != (*shape[:-1], -(-shape[-1] // block)) or shape[-1] % block:
         raise Misfit(f"scales {list(group.scales)} do not fit rows of {shape[-1]} in blocks of {block}")
-    grid = whole_grid(shape, 1, block)
-    return group.packing("fp4", label, shape, 4, numbers, grid=grid, scale_dtype=group.scale_dtype(exponents))
+    return group.packing("fp4", label, shape, 4, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents)
 
 
 def gpt_oss(group: PackedGroup) -> Packing:
@@ -136,8 +133,8 @@ def gpt_oss(group: PackedGroup) -> Packing:
     transpose = group.codes.endswith("_blocks")
     shape = (*stored[:-3], columns, rows) if transpose else (*stored[:-3], rows, columns)
     sides = {"matrices": matrices, "rows": rows, "columns": columns, "row_bytes": columns // 2, "transpose": transpose}
-    grid, scales = Grid(1, 32, rows, stored[-2]), group.scale_dtype("F8_E8M0")
-    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype=scales, **sides)
+    grid = Grid(1, 32, rows, stored[-2])
+    return group.packing("fp4", "mxfp4", shape, 4, "e2m1", grid=grid, scale_dtype="F8_E8M0", **sides)
 
 
 # ---- NVFP4 of ModelOpt ----
@@ -161,10 +158,8 @@ def modelopt_experts(group: PackedGroup) -> Packing:
     if group.scale_code != "F8_E4M3":
         raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.scale_code}")
     shape = (stored[0], stored[1] * 2, stored[2])
-    packed = group.packing(
-        "fp4", "nvfp4", shape, 4, "e2m1", layout=packing.PLANES, interleaved=True, grid=whole_grid(shape, 16, 1)
-    )
-    return check_shared(group, packed)._replace(scale_rule=packing.MULTIPLIED)
+    layout = {"layout": packing.PLANES, "interleaved": True, "scale_rule": packing.MULTIPLIED}
+    return check_shared(group, group.packing("fp4", "nvfp4", shape, 4, "e2m1", grid=whole_grid(shape, 16, 1), **layout))
 
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:

@@ -36,8 +36,15 @@ _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 def describe(group: PackedGroup) -> Packing:
     """Return the layout for the shapes of words, scales and zero points."""
-    settings = group.settings()
-    _refuse(group, settings)
+    settings, why = group.settings(), group.config.unread_layout
+    if why is not None:  # for special kernels
+        raise Refused(f"{why} is not supported")
+    if group.row.code != "I32":
+        raise Refused(f"its words are {group.row.code}, and only I32 is supported (pack_dtype)")
+    if settings.get("rotation_config"):
+        raise Refused("its weights are in a rotated basis (rotation_config)")
+    if f"{group.module}.w_bf16_to_fp8_scale" in group.context.tensors:
+        raise Refused("its scales belong to fp8 weights (w_bf16_to_fp8_scale)")
     stored, scale = group.stored, group.scales
     zeros = group.parts[packing.ZERO].shape if packing.ZERO in group.parts else None
     if len(stored) != 2 or len(scale) != 2 or 0 in (*stored, *scale):
@@ -51,19 +58,6 @@ def describe(group: PackedGroup) -> Packing:
     if not transposed:
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
     return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
-
-
-def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
-    """Refuse layouts for special kernels."""
-    why = group.config.unread_layout
-    if why is not None:
-        raise Refused(f"{why} is not supported")
-    if group.row.code != "I32":
-        raise Refused(f"its words are {group.row.code}, and only I32 is supported (pack_dtype)")
-    if settings.get("rotation_config"):
-        raise Refused("its weights are in a rotated basis (rotation_config)")
-    if f"{group.module}.w_bf16_to_fp8_scale" in group.context.tensors:
-        raise Refused("its scales belong to fp8 weights (w_bf16_to_fp8_scale)")
 
 
 def _check_method(group: PackedGroup, layout: str, methods: frozenset[str]) -> None:
@@ -129,7 +123,7 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     length = stored[0] * 32 // bits
     size = _group_size(group, settings, length, scale[0])
     if packing.GROUPS in group.parts:
-        group.check_form(packing.GROUPS, "g_idx", "I32", (length,))
+        group.check_form(packing.GROUPS, "g_idx", ("I32",), (length,))
     label, shape = _label(f"gptq{bits}", size, length), (scale[1], length)
     symmetric = settings.get("sym") is not False
     packed = Zeros(packing.ROWS, bits, added=_added(group, settings), symmetric=symmetric)

@@ -73,18 +73,15 @@ def mlx(group: PackedGroup) -> Packing:
 
 def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     if mode not in _MLX_MODES:
-        modes = ", ".join(("affine", *_MLX_MODES))
-        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of {modes}")
+        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of affine, {', '.join(_MLX_MODES)}")
     bits, block, numbers, exponents = _MLX_MODES[mode]
     stored, scale = group.stored, group.scales
     shape = (*stored[:-1], stored[-1] * 32 // bits)
     if group.scale_code != "U8" or shape[-1] != scale[-1] * block:
         raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
     rule = packing.MLX_GLOBAL if packing.GLOBAL in group.parts else packing.STORED
-    packed = group.packing(
-        packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
-    )
-    return check_shared(group, packed)._replace(scale_rule=rule)
+    scales = {"grid": whole_grid(shape, 1, block), "scale_dtype": exponents, "scale_rule": rule}
+    return check_shared(group, group.packing(packing.MLX, mode, shape, bits, numbers, **scales))
 
 
 # ---- writing ----
@@ -106,13 +103,9 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
-    older: dict[str, Any] = {}
-    parameters = config.get("rope_parameters")
-    rope = parameters if isinstance(parameters, Mapping) else {}
-    sliding = rope.get("sliding_attention")
-    if isinstance(sliding, Mapping):  # Gemma 3: by the kind of layer
-        older["rope_local_base_freq"] = sliding.get("rope_theta")
-    full = rope.get("full_attention")
+    rope = mapping(config.get("rope_parameters"))
+    sliding, full = rope.get("sliding_attention"), rope.get("full_attention")  # Gemma 3: by the kind of layer
+    older: dict[str, Any] = {"rope_local_base_freq": mapping(sliding).get("rope_theta")}
     rope = full if isinstance(full, Mapping) else rope
     older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
     kind = rope.get("rope_type", "default")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
@@ -107,12 +107,11 @@ class GroupContext:
 
 def _contents(parts: Iterable[Part]) -> dict[str, Array]:
     arrays = {part.name: (part, empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
-    batch = jobs.Batch(
+    jobs.Batch(
         Job(part.file, part.begin, address_of(array), array.size, origin=Origin(part.name, part.shape))
         for part, array in arrays.values()
         if array.size
-    )
-    batch.run()
+    ).run()
     return {name: jobs.native_order(array.view(part.row.name)) for name, (part, array) in arrays.items()}
 
 
@@ -171,12 +170,15 @@ class PackedGroup:
     def packing(
         self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **fields: object
     ) -> Packing:
-        """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
+        """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor.
+
+        ``scale_dtype`` is a float8 whose bits U8 scales hold; other scales ignore it.
+        """
         matrices, rows, columns = matrices_of(shape)
-        row_bytes = self.row.nbytes(self.stored[-1]) if self.stored else 1
         fields = {
-            "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self._text, **fields,
+            "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "config": self._text,
+            "row_bytes": self.row.nbytes(self.stored[-1]) if self.stored else 1, **fields,
+            "scale_dtype": fields.get("scale_dtype") if self.scale_code == "U8" else None,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
@@ -211,15 +213,11 @@ class PackedGroup:
             raise Misfit(f"zero points are {list(own)}, expected {list(expected)}")
         return zeros
 
-    def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...], of: str = "") -> None:
-        """Refuse a part of another dtype or shape."""
+    def check_form(self, role: str, name: str, codes: Sequence[str], *shapes: tuple[int, ...], of: str = "") -> None:
+        """Refuse a part of another dtype or shape; the usual ones come first."""
         row, own = self.parts[role]
-        if (row.code, own) != (dtype, shape):
-            raise Misfit(f"{name} is {row.code} {list(own)}, expected {dtype} {list(shape)}{of}")
-
-    def scale_dtype(self, dtype: str) -> str | None:
-        """Return ``dtype``, a float8, if the scales store its bits as U8."""
-        return dtype if self.scale_code == "U8" else None
+        if row.code not in codes or own not in shapes:
+            raise Misfit(f"{name} is {row.code} {list(own)}, expected {codes[0]} {list(shapes[0])}{of}")
 
 
 def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
@@ -291,8 +289,7 @@ def described(family: Family, group: PackedGroup) -> Packing:
     packed = family.describe(group)
     for role, part in group.parts.items():
         if role in _DTYPES and part.row.code not in _DTYPES[role]:
-            expected = ", ".join(sorted(_DTYPES[role]))
-            raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {expected}")
+            raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {', '.join(sorted(_DTYPES[role]))}")
     if group.scale_code == "U8" and packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE:
         raise Misfit("its scales are U8, and nothing says which float8 they hold")
     if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:

@@ -104,7 +104,7 @@ class Quantization:
             described["model_type"] = model_type
         if not described:
             return ""
-        import json  # as in stores/json_file
+        import json  # only here: it takes a millisecond, and most files need none
 
         return json.dumps(described)
 
@@ -121,7 +121,7 @@ class Quantization:
 
     def is_covered(self, name: str = "") -> bool:
         """Return True if codes outside all families are an error of the checkpoint."""
-        row = method_of(self.method) if self.method else None
+        row = method_of(self.method)
         if row is None or self.method not in row.names or self.unknown is not None:
             return False
         if self.method == "modelopt":
@@ -160,7 +160,7 @@ class Quantization:
 
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
-        row = method_of(self.method) if self.method else None
+        row = method_of(self.method)
         if self.is_uniform or self.unknown is not None or row is None:
             return self.unknown
         return _setting_text((own or {}, row), *((weights, part_of("weights")) for weights in described))
@@ -273,8 +273,7 @@ def _keeps_basis(scheme: Any) -> bool:
 
 def overrides_key(quantization: Quantization) -> str:
     """Return GPTQModel's or auto-round's key of the settings of single layers."""
-    in_extra = quantization.method in AUTO_ROUND or "extra_config" in quantization.values
-    return "extra_config" if in_extra else "dynamic"
+    return "extra_config" if quantization.method in AUTO_ROUND or "extra_config" in quantization.values else "dynamic"
 
 
 def is_length(value: Any) -> TypeGuard[int]:
@@ -284,9 +283,7 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # all packed tensors of a checkpoint have the same text
 def _parsed(text: str) -> Quantization | None:
-    import json  # as in stores/json_file
-
-    return quantization_of(json.loads(text))
+    return quantization_of(parse_json(text.encode(), packing.CONFIG_KEY, ""))
 
 
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
@@ -335,8 +332,7 @@ def nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def is_own(config: Mapping[str, Any]) -> bool:
     """Return True if a ``config.json`` says that tensors are quantized by safeload."""
-    value = config.get(QUANTIZATION)
-    return isinstance(value, Mapping) and value.get("quant_method") == OWN
+    return bool(mapping(config.get(QUANTIZATION)).get("quant_method") == OWN)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,14 +452,13 @@ def _methods() -> tuple[dict[str, Method], dict[str, Method]]:
         aliases, without = expanded(row.get("aliases", ())), row.get("without_family", ())
         return Method(row.get("names", ()), aliases, without, values, known)
 
-    methods = map(method, data["methods"])
-    by_name = {name: row for row in methods for name in (*row.names, *row.aliases)}
+    by_name = {name: row for row in map(method, data["methods"]) for name in (*row.names, *row.aliases)}
     return by_name, {key: method(row) for key, row in data["parts"].items()}
 
 
-def method_of(name: str) -> Method | None:
+def method_of(name: str | None) -> Method | None:
     """Return the settings of a method, or None if the method is unknown."""
-    return _methods()[0].get(name)
+    return _methods()[0].get(name or "")
 
 
 def part_of(key: str) -> Method:
@@ -485,7 +480,6 @@ def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, A
     for key, value in settings.items():
         if key in method.known or value is None or value is False or value in ("", [], {}):
             continue
-        supported = method.values.get(key, ())
-        if not isinstance(value, (str, int, float)) or str(value).lower() not in supported:
+        if not isinstance(value, (str, int, float)) or str(value).lower() not in method.values.get(key, ()):
             return key, value
     return None

@@ -225,9 +225,7 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid | None) -> Zeros | Non
         raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
     if grid.shared:
         return Zeros(packing.ROWS, 4)
-    if grid.columns == 1:
-        return Zeros(packing.COLUMNS, 4, permuted=layout == packing.WORDS)
-    return Zeros(layout, 4)
+    return Zeros(packing.COLUMNS, 4, permuted=layout == packing.WORDS) if grid.columns == 1 else Zeros(layout, 4)
 
 
 # ---- 4- and 6-bit floats ----
@@ -252,8 +250,7 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         label = f"mxfp{bits}{' e3m2' if numbers == 'e3m2' else ''}"
     else:
         label = label_of(f"fp{bits}", grid, shape, grouped=True)
-    dtype = group.scale_dtype("F8_E8M0")
-    return group.packing(f"fp{bits}", label, shape, bits, numbers, grid=grid, scale_dtype=dtype)
+    return group.packing(f"fp{bits}", label, shape, bits, numbers, grid=grid, scale_dtype="F8_E8M0")
 
 
 def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
@@ -298,8 +295,7 @@ def _specs_of(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
     value = _layer(quantization, _module_of(name))["global_quant_config"].get(
         "bias" if name.endswith(".bias") else "weight"
     )
-    specs = value if isinstance(value, list) else [value]
-    return [spec for spec in specs if isinstance(spec, Mapping)]
+    return [spec for spec in (value if isinstance(value, list) else [value]) if isinstance(spec, Mapping)]
 
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str, Any]]:
