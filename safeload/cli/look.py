@@ -134,7 +134,6 @@ def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
 
 
 def _rows_of(text: str) -> slice:
-    """Parse rows, for argparse."""
     first, colon, last = text.partition(":")
     try:
         if colon:
@@ -182,8 +181,16 @@ def get(options: argparse.Namespace) -> int:
             tensor = opened.get_slice(info.name, dtype=options.dtype)
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
-            chosen = {} if options.rows is None else {"rows": [rows.start, rows.stop]}
-            _print_tensor(info.name, tensor, rows, chosen)
+            shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
+            head: dict[str, Any] = {"name": info.name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
+            if options.rows is not None:
+                head["rows"] = [rows.start, rows.stop]
+            if tensor.shape:
+                lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
+                _print_object(head, "values", lines)
+            else:
+                value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
+                print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
         elif common.columns() is None:
             _print_all(tensor, rows)
         else:
@@ -249,18 +256,6 @@ def _abbreviated(tensor: Any, rows: range) -> str:
     else:
         values = tensor[rows.start : rows.stop]
     return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
-
-
-def _print_tensor(name: str, tensor: Any, rows: range, chosen: dict[str, Any]) -> None:
-    """Print an object, with a line for each row."""
-    shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
-    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape, **chosen}
-    if tensor.shape:
-        lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
-        _print_object(head, "values", lines)
-    else:
-        value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
-        print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
 
 
 def _plain(values: Array) -> Any:

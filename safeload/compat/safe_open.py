@@ -491,8 +491,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         arrivals = getattr(self._handle, "arrivals", None)
         if arrivals is None:
             raise SafetensorError('prefetch needs framework="pt"')
-        rows = None if plan is None else planned_rows(file, plan)
-        return PrefetchLoader(*arrivals(file, rows, device, threads))
+        return PrefetchLoader(*arrivals(file, None if plan is None else planned_rows(file, plan), device, threads))
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -272,14 +271,13 @@ def load(
     loader = _Loader(backend, checked, threads, checkpoint, merge)
     meter = Meter(progress, sum(tensor.entry.nbytes for tensor in tensors))
     arrays: dict[str, Array] = {}
-    started: deque[list[Array]] = deque()
+    started: list[Array] = []
     for group, nbytes in loader.run(tensors):
         arrays.update(group)
-        started.append(list(group.values()))
-        if len(started) > 1:
-            jax.block_until_ready(started.popleft())
+        jax.block_until_ready(started)
+        started = list(group.values())
         meter.add(nbytes)
-    jax.block_until_ready(list(started))
+    jax.block_until_ready(started)
     return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
 
 

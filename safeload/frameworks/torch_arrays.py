@@ -349,11 +349,9 @@ def parsed_device(device: Any) -> Any:
         if isinstance(device, int) and device >= 0:
             raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
         raise InvalidDeviceError(f"device {shown} is invalid: {_first_sentence(error)}") from None
-    if parsed.type == "cpu":
-        if parsed.index:
-            raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
-        return None
-    return parsed
+    if parsed.type == "cpu" and parsed.index:
+        raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
+    return None if parsed.type == "cpu" else parsed
 
 
 def _first_sentence(error: Exception) -> str:

@@ -176,8 +176,7 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
     total = sum(target.left for target in targets.values())
     workers = max(1, min(thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
     sharing = workers >= _FEW_THREADS
-    if sharing:
-        workers = -(-workers // _SHARING)
+    workers = -(-workers // _SHARING) if sharing else workers
     count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
     size = buffer_size(total, count, larger=_LARGER if sharing else 1)
     buffers: dict[int, Any] = {}

@@ -88,7 +88,6 @@ class Pattern:
         return self._text[self._at : self._at + 1]
 
     def _takes(self, text: str) -> bool:
-        """Skip a text if it is next."""
         is_next = self._text.startswith(text, self._at)
         self._at += len(text) * is_next
         return is_next
@@ -177,7 +176,6 @@ class Pattern:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """Yield the set bits of a number."""
     while number:
         bit = number.bit_length() - 1
         yield bit
@@ -212,12 +210,8 @@ class Globs:
     def first(self, name: str) -> str | None:
         """Return the first matching name or glob, or None."""
         exact = self._names.get(name)
-        for number, text, glob in self._globs:
-            if exact is not None and exact < number:
-                break
-            if glob.match(name):
-                return text
-        return None if exact is None else name
+        globs = (text for number, text, glob in self._globs if (exact is None or number < exact) and glob.match(name))
+        return next(globs, None if exact is None else name)
 
 
 def _check_length(text: str, key: str) -> None:
