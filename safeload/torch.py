@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .core import dtypes, resident, safetensors
+from .core import dtypes, resident, runtime, safetensors
 from .core.arrays import check_mapping
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
@@ -19,7 +19,6 @@ from .core.opening import Paths
 from .core.paths import PathLike, native_path
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
-from .core.runtime import SHARED, imported
 from .core.tensors import entries_of
 from .core.text import clip, printable, show
 from .errors import public
@@ -37,7 +36,7 @@ __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_f
 
 # Further names that other libraries import from safetensors.torch.
 _LATER = {
-    **SHARED,
+    **runtime.SHARED,
     "_SIZE": ("frameworks.torch_arrays", "SIZES"),
     "_TYPES": ("frameworks.torch_arrays", "TYPES"),
     "_evaluate_tensors_for_save": ("frameworks.torch_arrays", "check_tensors_apart"),
@@ -481,7 +480,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    return imported(globals(), _LATER, name)
+    return runtime.imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

@@ -10,8 +10,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..core.names import natural_key
-from ..core.packing import SCHEMES
+from ..core import names, packing
 from ..core.text import plural, printable, size
 from ..errors import FormatError
 from ..remote.url import is_url
@@ -182,7 +181,7 @@ def stats(options: argparse.Namespace) -> int:
         results = stats(opened, **common.given(options, "histogram only drop"), **how)
     rows = list(results.items())
     if options.sort == "name":
-        rows.sort(key=lambda row: natural_key(row[0]))
+        rows.sort(key=lambda row: names.natural_key(row[0]))
     elif options.sort is not None:
         values = ((name, getattr(statistics, options.sort)) for name, statistics in rows)
         order = {name: math.inf if math.isnan(value) else -value for name, value in values}
@@ -272,9 +271,9 @@ def diff(options: argparse.Namespace) -> int:
     argument(
         "--quantize",
         "SCHEME",
-        f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
+        f"also show the quantization error of each tensor: {', '.join(packing.SCHEMES)}",
         type=str.lower,
-        choices=tuple(SCHEMES),
+        choices=tuple(packing.SCHEMES),
     ),
     argument(
         "--no-digest",

@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..core.runtime import NAME
-from ..core.showing import terminal_columns, terminal_rows
+from ..core import runtime, showing
 from ..core.text import is_terminal, printable, show
 from ..errors import FormatError, SafeloadError, one_line
 
@@ -212,7 +211,7 @@ def write_to_stdout(text: str) -> int:
 def most_rows(options: argparse.Namespace, rows: int) -> int | None:
     """Return the row limit, ``rows`` by default, or None for all rows. Without a terminal there is no default limit."""
     limit: int | None = options.limit
-    return limit if limit is not None or options.all else terminal_rows(rows)
+    return limit if limit is not None or options.all else showing.terminal_rows(rows)
 
 
 def hint(options: argparse.Namespace) -> str:
@@ -285,7 +284,7 @@ def in_options(text: str) -> str:
 
 # ---- the terminal ----
 
-columns = terminal_columns
+columns = showing.terminal_columns
 
 # How messages of `FileExistsError` begin.
 _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
@@ -324,7 +323,7 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
         def format(self, record: logging.LogRecord) -> str:
             return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
 
-    logger, handler = logging.getLogger(NAME), logging.StreamHandler(sys.stderr)
+    logger, handler = logging.getLogger(runtime.NAME), logging.StreamHandler(sys.stderr)
     handler.setFormatter(Escaped())
     handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
     level = logger.level
@@ -416,7 +415,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{option}: {error}") from None
-    if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
+    if not logging.getLogger(runtime.NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

@@ -11,11 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
-from ..core.arrays import Array
-from ..core.load import targets
-from ..core.runtime import paused
-from ..core.showing import plain, width
+from ..core import arrays, dtypes, load, runtime, showing
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
@@ -93,7 +89,7 @@ def _show(path: str, options: argparse.Namespace) -> int:
         memory = options.memory or options.json  # JSON always has the memory
         info = describe(shown, opened, memory=memory, **same)
     if options.json:
-        with paused(len(info.tensors)):
+        with runtime.paused(len(info.tensors)):
             whole = info.to_dict()
             tensors = whole.pop("tensors")
             if options.sort:
@@ -165,7 +161,7 @@ line for each row, and an empty line between matrices.""",
         "numbers count from the end (--rows=-5:)",
         type=_rows_of,
     ),
-    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=targets),
+    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=load.targets),
     flag("--all", "print every value on a terminal, too"),
     *OPENING,
     JSON,
@@ -215,7 +211,7 @@ def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range:
     return range(selected.start, max(selected.start, selected.stop))
 
 
-def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
+def _blocks(tensor: Any, rows: range) -> Iterator[arrays.Array]:
     """Yield the rows of a tensor in blocks of bounded size."""
     if not tensor.shape:
         yield np.asarray(tensor[...]).reshape(1)
@@ -225,7 +221,7 @@ def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
         yield tensor[start : min(start + step, rows.stop)]
 
 
-def _numbers(values: Array) -> Array:
+def _numbers(values: arrays.Array) -> arrays.Array:
     """Return values of a dtype that prints the shortest exact decimals: ml_dtypes rounds to six digits."""
     row = dtypes.row_of(values.dtype)
     return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
@@ -255,12 +251,12 @@ def _abbreviated(tensor: Any, rows: range) -> str:
         values, threshold = np.concatenate(ends), 0
     else:
         values = tensor[rows.start : rows.stop]
-    return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
+    return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=showing.width())
 
 
-def _plain(values: Array) -> Any:
+def _plain(values: arrays.Array) -> Any:
     """Return an array as lists for JSON: complex numbers as pairs, NaN and infinity as text."""
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
     finite = values.dtype.kind != "f" or bool(np.isfinite(values).all())
-    return values.tolist() if finite else plain(values, lossless=True)
+    return values.tolist() if finite else showing.plain(values, lossless=True)

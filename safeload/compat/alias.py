@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .._version import __version__
-from ..core.forking import ProcessLock
-from ..core.runtime import PACKAGE, imported, is_absent
+from ..core import forking, runtime
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -28,7 +27,7 @@ _NAME = "safetensors"
 _VERSION = "0.8.0"  # the release of safetensors that safeload follows
 _PACKAGE = __name__.partition(".")[0]
 
-_NAMES = {**PACKAGE, "safe_open": ("compat.safe_open", "AliasSafeOpen")}
+_NAMES = {**runtime.PACKAGE, "safe_open": ("compat.safe_open", "AliasSafeOpen")}
 _COMPILED = "_safetensors_rust"  # the module from which the package has its names
 # safeload's module for a module of safetensors, and the framework that safetensors imports there.
 _COUNTERPARTS = {"numpy": ("numpy", "numpy"), "torch": ("torch", "torch"), "flax": ("jax", "jax")}
@@ -69,14 +68,14 @@ class Finder:
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
-            if is_absent(framework):
+            if runtime.is_absent(framework):
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
         vars(module).update(
             __doc__=f"safeload in the place of safetensors {_VERSION}.",
             __version__=_VERSION,
-            __getattr__=partial(imported, vars(module), _NAMES),
+            __getattr__=partial(runtime.imported, vars(module), _NAMES),
             __dir__=lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
             __all__=[name for name in _NAMES if not name.startswith("_")],
         )
@@ -123,7 +122,7 @@ def working_finder() -> Finder:
     """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.core.native")
     for name in ("numpy", "ml_dtypes"):
-        if is_absent(name):
+        if runtime.is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return Finder()
 
@@ -139,7 +138,7 @@ def real_compiled_module() -> ModuleType | None:
 
 
 # The changes of `install_as_safetensors`, each with the number of calls that want it and the function that undoes it.
-_lock = ProcessLock()
+_lock = forking.ProcessLock()
 _changes: dict[Callable[[], Callable[[], None]], tuple[int, Callable[[], None]]] = {}
 
 

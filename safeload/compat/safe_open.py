@@ -11,16 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..core import dtypes, safetensors
+from ..core import dtypes, memory, safetensors, store, thread_group
 from ..core.arrays import Array
 from ..core.load import VIEWED_FROM, Window, load_tensors, parse_target
-from ..core.memory import check_backend
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
-from ..core.store import check_unchanged
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
-from ..core.thread_group import Prefetch, Task
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, public
 from .serialize import TensorMeta
@@ -70,7 +67,7 @@ class SafeSlice:
     @classmethod
     @public
     def _reopen(cls, path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
-        check_unchanged(path, seen)
+        store.check_unchanged(path, seen)
         file = safetensors.open_file(path)
         file.check_identity(seen)
         return cls(file, file.table.index(name), handle)
@@ -187,8 +184,8 @@ class PrefetchLoader:
         self._lock = threading.Lock()  # of the thread that takes arrivals
         self._closed = False
         # The last task finds the end, where the iterator waits for its copies.
-        steps = (Task(0, lambda: next(arrivals, None)) for _ in range(len(names) + 1))
-        self._arriving: Prefetch[tuple[str, Any, Callable[[], object]] | None] = Prefetch(steps, 0)
+        steps = (thread_group.Task(0, lambda: next(arrivals, None)) for _ in range(len(names) + 1))
+        self._arriving = thread_group.Prefetch[tuple[str, Any, Callable[[], object]] | None](steps, 0)
         self._arriving.start()
 
     def names(self) -> list[str]:
@@ -519,7 +516,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     @classmethod
     @public
     def _reopen(cls, arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
-        check_unchanged(arguments[0], seen)
+        store.check_unchanged(arguments[0], seen)
         opened = cls.__new__(cls)
         safe_open.__init__(opened, *arguments, backend=backend)
         opened._opened().check_identity(seen)
@@ -603,5 +600,5 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
         if framework in CONVERSIONS:
             why = f'not supported: load NumPy arrays with framework="numpy" and use {CONVERSIONS[framework]}'
         raise SafetensorError(f"framework {clip(printable(str(framework)), 200)} is {why}")
-    check_backend(backend)
+    memory.check_backend(backend)
     return handle

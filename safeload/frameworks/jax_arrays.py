@@ -11,22 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..adapters.merge import Merge
-from ..core import dtypes
+from ..core import cast, dtypes, memory, opening, quantized_tensor, registry, restore, runtime, weight_file
 from ..core.arrays import Array as NumpyArray
 from ..core.arrays import check_mapping, not_an_array
-from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, slice_of, tensors_of
 from ..core.load import load_tensors, parse_target
-from ..core.memory import POOLED_BELOW, check_threads, windows
-from ..core.opening import Paths
 from ..core.progress import Meter, Progress
-from ..core.quantized_tensor import QuantizedTensor
-from ..core.registry import OpenRequest
-from ..core.restore import rows_apart
-from ..core.runtime import not_installed
 from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
 from ..core.text import clip, error_about, printable, show, tensor_named
-from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, UnsupportedError
 from .checkpoints import selecting
 
@@ -36,7 +28,7 @@ try:
     import jax.numpy as jnp
 except ImportError as error:
     text = "safeload.jax needs JAX, which is not installed: pip install jax"
-    raise not_installed(error, text, "jax") from error.__cause__
+    raise runtime.not_installed(error, text, "jax") from error.__cause__
 
 Array: TypeAlias = jax.Array
 # The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.
@@ -131,7 +123,7 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
         if next(iter(copies[large[0]].devices())).platform == "cpu":
             for k in large:
                 array = arrays[k]
-                must_own = array.nbytes and (borrowed or array.nbytes < POOLED_BELOW)
+                must_own = array.nbytes and (borrowed or array.nbytes < memory.POOLED_BELOW)
                 if must_own and copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
                     copies[k] = jax.device_put(array.copy(), place)
     return [copies[k] for k in range(len(arrays))]
@@ -185,7 +177,7 @@ def to_write(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def value_of(name: str, value: Any) -> Any:
     """Return the writer's input for a JAX or NumPy array."""
-    if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
+    if isinstance(value, (np.ndarray, np.generic, quantized_tensor.QuantizedTensor)):
         return value
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
         value = value.__jax_array__()
@@ -321,11 +313,11 @@ class _Loader:
     threads: int | None
     checkpoint: Checkpoint | None
     merge: Merge | None
-    mappings: dict[WeightFile, Any] = field(default_factory=dict)
+    mappings: dict[weight_file.WeightFile, Any] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
-        for group in windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, attrgetter("sliced")):
+        for group in memory.windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, attrgetter("sliced")):
             if group[0].sliced:
                 yield from (({tensor.entry.name: self._by_slices(tensor)}, tensor.entry.nbytes) for tensor in group)
             else:
@@ -361,7 +353,7 @@ class _Loader:
         for tensor in group:
             place = None if tensor.divided else tensor.place
             mapped = self.backend == "mmap" and not tensor.divided
-            mapped = mapped and (tensor.entry.nbytes < POOLED_BELOW or not on_cpu(place))
+            mapped = mapped and (tensor.entry.nbytes < memory.POOLED_BELOW or not on_cpu(place))
             batches.setdefault((tensor.divided, place, mapped, tensor.target), []).append(tensor)
         arrays: dict[str, Array] = {}
         for (divided, place, mapped, _), tensors in batches.items():
@@ -380,10 +372,10 @@ class _Loader:
             parts = slices(place, entry.shape)
             views = [values[_inside(0, bounds)] for bounds in parts]
             if partly_aliased(views, place):
-                copies = [astype(view, view.dtype, threads=self.threads) for view in views]
+                copies = [cast.astype(view, view.dtype, threads=self.threads) for view in views]
                 arrays[entry.name] = joined(entry, place, _put(zip(copies, parts.values(), strict=True)))
             else:  # a small array would keep its whole pool alive
-                undivided[entry.name] = values.copy() if values.nbytes < POOLED_BELOW else values, place
+                undivided[entry.name] = values.copy() if values.nbytes < memory.POOLED_BELOW else values, place
         whole = _put((values, [place]) for values, place in undivided.values())
         return {**arrays, **dict(zip(undivided, whole, strict=True))}
 
@@ -411,12 +403,12 @@ class _Loader:
         packed = file.table.packed.get(index)
         only_whole = target is not None and file.table.row(index).packed
         if packed is not None:
-            only_whole = len(entry.shape) < 2 or (len(entry.shape) == 2 and not rows_apart(packed.packing))
+            only_whole = len(entry.shape) < 2 or (len(entry.shape) == 2 and not restore.rows_apart(packed.packing))
         if only_whole or (self.merge and name in self.merge):
             values: Any = self._read([tensor])[0]
             together = True
         else:
-            values = slice_of(file, index, OpenRequest(), target, self.checkpoint)
+            values = slice_of(file, index, registry.OpenRequest(), target, self.checkpoint)
             together = file.table.is_quantized(index)
         bands: dict[Bounds, dict[Bounds, list[Any]]] = {}
         for bounds, devices in slices(place, entry.shape).items():
@@ -427,12 +419,12 @@ class _Loader:
                 block = values[_items(rows)]
                 views = [block[_inside(len(rows), bounds)] for bounds in parts]
                 if partly_aliased(views, place):
-                    views = [astype(view, view.dtype, threads=self.threads) for view in views]
+                    views = [cast.astype(view, view.dtype, threads=self.threads) for view in views]
                 yield list(zip(views, parts.values(), strict=True))
             else:
                 view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self.mappings)[0][name]
                 for bounds, devices in parts.items():
-                    yield [(astype(view[_items(bounds)], entry.dtype, threads=self.threads), devices)]
+                    yield [(cast.astype(view[_items(bounds)], entry.dtype, threads=self.threads), devices)]
 
 
 def _put(slices: Iterable[tuple[NumpyArray, Sequence[Any]]]) -> list[Array]:
@@ -453,10 +445,10 @@ def _inside(axes: int, bounds: Bounds) -> tuple[Any, ...]:
 
 
 def load_checkpoint(
-    path: Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
+    path: opening.Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
 ) -> dict[str, Array]:
     """Load the tensors that `selecting` selects."""
-    check_threads(threads)
+    memory.check_threads(threads)
     with selecting(path, **selection) as (checkpoint, merge, names, selected):
         groups = [(tensors_of(checkpoint, members), dtype) for members, dtype in selected]
         arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
@@ -498,5 +490,5 @@ class JaxHandle:
         check_target(target)
         return copied(read())
 
-    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
+    def item(self, file: weight_file.WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
         return put([select(key)], None, borrowed=False)[0]

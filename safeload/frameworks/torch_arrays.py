@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, runtime, safetensors
 from ..core.arrays import Array, foreign_order
-from ..core.runtime import not_installed
-from ..core.safetensors import TensorToWrite
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
 from ..core.text import clip, error_about, printable, show
@@ -22,7 +20,7 @@ try:
     import torch as torch  # other modules import it from here, so that all share the error below
 except ImportError as error:
     text = "safeload.torch needs PyTorch, which is not installed: pip install torch"
-    raise not_installed(error, text, "torch") from error.__cause__
+    raise runtime.not_installed(error, text, "torch") from error.__cause__
 
 Tensor = torch.Tensor
 Device = torch.device
@@ -189,7 +187,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
             begin, nbytes = tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype]
             if not begin or _beyond(tensor, nbytes):  # empty, or without memory
                 return None
-            entries[name] = TensorToWrite(row, tensor.shape, nbytes, None, begin)
+            entries[name] = safetensors.TensorToWrite(row, tensor.shape, nbytes, None, begin)
             areas.append((begin, begin + nbytes))
     except RuntimeError:  # a tensor without memory
         return None
@@ -202,7 +200,7 @@ def _beyond(tensor: Any, nbytes: int) -> bool:
     return bool(tensor.storage_offset() * tensor.element_size() + nbytes > tensor.untyped_storage().nbytes())
 
 
-def value_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
+def value_of(name: str, tensor: Any, keep: list[Any]) -> safetensors.TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense tensor with any strides; see `memory_of`."""
     check_tensors({name: tensor})
     if tensor.device.type != "cpu" or tensor.is_contiguous():
@@ -246,7 +244,7 @@ def check_tensors(tensors: Any) -> None:
         )
 
 
-def memory_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
+def memory_of(name: str, tensor: Any, keep: list[Any]) -> safetensors.TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
 
     A conjugate or negative bit is applied: the values that the tensor shows are saved.
@@ -268,7 +266,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array 
     shape = tuple(tensor.shape)
     if row.packed and shape:
         shape = (*shape[:-1], shape[-1] * row.block)
-    return TensorToWrite(row, shape, nbytes, None, tensor.data_ptr())
+    return safetensors.TensorToWrite(row, shape, nbytes, None, tensor.data_ptr())
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:

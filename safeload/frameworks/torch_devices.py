@@ -15,18 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, memory, native, runtime, weight_file
 from ..core.arrays import Array, array_over, foreign_order
 from ..core.checkpoint import tensors_of
 from ..core.load import VIEWED_FROM, load_tensors, mapping, parse_target
-from ..core.memory import MOST_THREADS, thread_count
-from ..core.native import address_of
 from ..core.progress import Meter, Progress
-from ..core.runtime import paused
 from ..core.slice import as_index
 from ..core.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..core.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
-from ..core.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import torch_arrays
 from .checkpoints import Selected
@@ -151,7 +147,7 @@ def load(
     """
     copies = copies or Copies(device, device.type in _STREAMING)
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
-    with paused(len(entries) if tiny else 0):
+    with runtime.paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
         return {entry.name: tensors[entry.name] for entry in entries}
 
@@ -174,7 +170,7 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
     by_name = {target.moved.name: target for target in targets.values()}
     moved = in_file_order((target.moved for target in targets.values()), (entry.file for entry in entries))
     total = sum(target.left for target in targets.values())
-    workers = max(1, min(thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
+    workers = max(1, min(memory.thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
     sharing = workers >= _FEW_THREADS
     workers = -(-workers // _SHARING) if sharing else workers
     count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
@@ -298,8 +294,8 @@ class TorchHandle:
         self._available = self._device is None
         self._without_data = self._device is not None and self._device.type == "meta"
         self._backend = backend
-        self._inner: dict[WeightFile, Any] = {}  # mappings that never leave this object: their pages are the file's
-        self._outer: dict[WeightFile, Any] = {}  # mappings behind returned slices
+        self._inner: dict[weight_file.WeightFile, Any] = {}  # mappings that never leave this object: the file's pages
+        self._outer: dict[weight_file.WeightFile, Any] = {}  # mappings behind returned slices
         self._sliced: dict[int, object] = {}  # index of a tensor -> token of the first call to get a view of it
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -332,7 +328,7 @@ class TorchHandle:
             return load(entries_of(parts, target), self._device)
         return torch_arrays.from_arrays(read(), torch_arrays.raw_of(parts) if target is None else None)
 
-    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
+    def item(self, file: weight_file.WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
         """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
         self._check_device()
         name, row = file.table.names[index], file.table.row(index)
@@ -354,7 +350,7 @@ class TorchHandle:
         return self._moved(selected)
 
     def arrivals(
-        self, file: WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
+        self, file: weight_file.WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
     ) -> tuple[list[str], Generator[Arrival]]:
         place = self._device if device is None else torch_arrays.parsed_device(device)
         if place is None or place.type != "cuda":
@@ -372,14 +368,14 @@ class TorchHandle:
 
         def arrivals() -> Generator[Arrival]:  # another thread advances it
             with copies.allocating():
-                yield from _arrivals(entries, copies, min(threads, MOST_THREADS), None)
+                yield from _arrivals(entries, copies, min(threads, memory.MOST_THREADS), None)
 
         return [entry.name for entry in entries], arrivals()
 
     def _moved(self, tensor: Any) -> Any:
         return tensor if self._device is None else tensor.to(self._device)
 
-    def _whole(self, file: WeightFile, index: int, shape: tuple[int, ...]) -> Array:
+    def _whole(self, file: weight_file.WeightFile, index: int, shape: tuple[int, ...]) -> Array:
         """Return a tensor in memory that never leaves this object: a private mapping, or a copy."""
         begin, end = file.table.byte_range(index)
         if begin < end and not foreign_order(False):
@@ -390,7 +386,7 @@ class TorchHandle:
         array: Array = load_tensors(Tensors([file], [name], [index]), backend="pread")[0][name]
         return array
 
-    def _separate(self, file: WeightFile, index: int, part: Array) -> Array:
+    def _separate(self, file: weight_file.WeightFile, index: int, part: Array) -> Array:
         """Return a part of `_whole` in memory that no other array shares: a view if it is large."""
         inner = self._inner.get(file)
         if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
@@ -400,7 +396,7 @@ class TorchHandle:
         buffer = mapping(file, self._outer if first else None)
         if buffer is None:
             return np.array(part)
-        offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
+        offset = part.ctypes.data - native.address_of(np.frombuffer(inner, np.uint8))
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
 
 

@@ -15,11 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, packing
-from ..core.arrays import Array
+from ..core import arrays, dtypes, packing, restore
 from ..core.native import lib
-from ..core.packing import Grid, Packing, Zeros
-from ..core.restore import words_for
 from ..core.text import show
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
@@ -41,7 +38,7 @@ from .quantization import AUTO_ROUND, is_length, with_quantization
 # ---- integers ----
 
 
-def ct_packed(group: PackedGroup) -> Packing:
+def ct_packed(group: PackedGroup) -> packing.Packing:
     """compressed-tensors, pack-quantized: words of codes, scales per group, row or tensor."""
     stored, scale = group.stored, group.scales
     if len(stored) < 2:
@@ -49,10 +46,10 @@ def ct_packed(group: PackedGroup) -> Packing:
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
     grid = configured_grid(group, shape) or _ct_grid(shape, scale)
-    zeros = Zeros(packing.COLUMNS, bits, words)
+    zeros = packing.Zeros(packing.COLUMNS, bits, words)
     if grid.row_block != 1 and packing.ZERO in group.parts and group.parts[packing.ZERO].row.code == "I32":
         raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
-    packed = group.packed_zeros(zeros, (*stored[:-2], words_for(zeros, grid.rows), grid.columns))
+    packed = group.packed_zeros(zeros, (*stored[:-2], restore.words_for(zeros, grid.rows), grid.columns))
     if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
@@ -62,7 +59,7 @@ def ct_packed(group: PackedGroup) -> Packing:
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
 
 
-def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
+def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> packing.Grid:
     """Return the grid of scales per group, row or tensor if the configuration does not define it."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         if math.prod(scale) == 1:
@@ -70,7 +67,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
     if not scale[-1] or shape[-1] % scale[-1]:
         raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
-    return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
+    return packing.Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
 
 
 def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
@@ -134,7 +131,7 @@ def _ct_fits(
 # ---- small floats ----
 
 
-def ct_fp4(group: PackedGroup) -> Packing:
+def ct_fp4(group: PackedGroup) -> packing.Packing:
     """compressed-tensors: NVFP4 with or without a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
 
     auto-round uses the same names; its ``data_type`` mx_int means other numbers.
@@ -163,7 +160,7 @@ def ct_fp4(group: PackedGroup) -> Packing:
 # ---- sparse values ----
 
 
-def bitmask(group: PackedGroup) -> Packing:
+def bitmask(group: PackedGroup) -> packing.Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
@@ -194,7 +191,7 @@ def bitmask(group: PackedGroup) -> Packing:
     return packed._replace(layout=packing.MASKED, row_bytes=stored[1] * group.row.block_bytes if pairs else 0)
 
 
-def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
+def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> packing.Packing:
     """Return the packing of the values as if all were stored."""
     numbers = group.row.code
     if numbers in NUMBERS:
@@ -261,7 +258,7 @@ def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, 
 
 
 def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
-    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
         return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in parts else {}
 
     return Preset(name, SERVERS, method, bits, group, parts, lay_out, constants)

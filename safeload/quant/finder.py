@@ -14,10 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core import dtypes, packing, registry
-from ..core.json_file import read_json
-from ..core.packing import CODES, Packed, Packing, Part
-from ..core.registry import Opened
+from ..core import dtypes, json_file, packing, registry
 from ..core.table import ListedTable, Listing, Table
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
@@ -69,8 +66,8 @@ def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def make_logical(
-    opened: Opened,
-) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
+    opened: registry.Opened,
+) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, packing.Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
     A missing scale is an error if the files are a complete checkpoint.
@@ -151,13 +148,13 @@ class _Finder:
         model_type: str | None,  # of a model with Conv1D layers
     ) -> None:
         self._rows = IN_GGUF if in_gguf else families()
-        self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
+        self.packed: dict[str, tuple[str, packing.Packed]] = {}  # by the name of the codes: logical name, packed tensor
         self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
         # By family and kind: thousands of experts have the parts of the first.
-        self._kinds: dict[tuple[int, object], Packing] = {}
+        self._kinds: dict[tuple[int, object], packing.Packing] = {}
         self._in_gguf, self._has_conv1d = in_gguf, model_type is not None
         self._quantization = quantization or UNCONFIGURED
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
@@ -224,7 +221,7 @@ class _Finder:
             parts = {role: self.part(part) for role, part in names.items()}
             if None in parts.values():
                 continue
-            self.packed[name] = logical, Packed(own, parts)  # type: ignore[arg-type]
+            self.packed[name] = logical, packing.Packed(own, parts)  # type: ignore[arg-type]
             if group.is_alike and kind[1] is not None:
                 self._kinds[kind] = packed
             return
@@ -233,10 +230,8 @@ class _Finder:
 
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
-        parts = {
-            part.name for _, packed in self.packed.values() for role, part in packed.parts.items() if role != CODES
-        }
-        for name in parts & self.packed.keys():
+        roles = [item for _, packed in self.packed.values() for item in packed.parts.items()]
+        for name in {part.name for role, part in roles if role != packing.CODES} & self.packed.keys():
             del self.packed[name]
         owners: dict[str, str] = {}
         for name, (logical, packed) in list(self.packed.items()):
@@ -324,7 +319,7 @@ def is_named_conv1d(name: str) -> bool:
     return last in ("weight", "qweight") and module.rpartition(".")[2] in CONV1D
 
 
-def _of_conv1d(packed: Packing) -> Packing:
+def _of_conv1d(packed: packing.Packing) -> packing.Packing:
     """Return the packing of a layer's weight as [in, out]."""
     if packed.family not in _TURNED or len(packed.shape) != 2:
         return packed
@@ -635,7 +630,7 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
     try:
         indexes = [name for name, _ in files.listing(folder or ".") if name.endswith(".index.json")]
         for index in indexes[:_MOST_INDEXES]:
-            weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
+            weight_map = json_file.read_json(files.join(folder, index), "index.json", files).get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
     except VerificationError:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import packing
-from ..core.native import lib
-from ..core.packing import Grid, Packing
+from ..core import native
+from ..core.packing import FACTORS, GLOBAL, MULTIPLIED, PLANES, QUOTIENT, SCALE, STORED, ZERO, Grid, Packing
 from ..core.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
 from .packed_group import (
@@ -53,11 +52,11 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         label = label.replace("int8", f"int{bits}", 1)
     if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
         label = "mxfp8"
-    rule = packing.STORED
+    rule = STORED
     if group.method == "fp8" and group.settings().get("weight_scale_semantics") is not None:  # GPTQModel's
-        if packing.ZERO in group.parts or not group.names[packing.SCALE].endswith("_scale_inv"):
+        if ZERO in group.parts or not group.names[SCALE].endswith("_scale_inv"):
             raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
-        rule = packing.QUOTIENT
+        rule = QUOTIENT
     return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype="F8_E8M0", scale_rule=rule)
 
 
@@ -147,7 +146,7 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
         raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if any(f"{group.module}.svdquant_lora_{side}" in group.context.tensors for side in "ab"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
-    return check_shared(group, fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=packing.MULTIPLIED)
+    return check_shared(group, fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=MULTIPLIED)
 
 
 def modelopt_experts(group: PackedGroup) -> Packing:
@@ -158,7 +157,7 @@ def modelopt_experts(group: PackedGroup) -> Packing:
     if group.scale_code != "F8_E4M3":
         raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.scale_code}")
     shape = (stored[0], stored[1] * 2, stored[2])
-    layout = {"layout": packing.PLANES, "interleaved": True, "scale_rule": packing.MULTIPLIED}
+    layout = {"layout": PLANES, "interleaved": True, "scale_rule": MULTIPLIED}
     return check_shared(group, group.packing("fp4", "nvfp4", shape, 4, "e2m1", grid=whole_grid(shape, 16, 1), **layout))
 
 
@@ -199,7 +198,7 @@ def torchao(group: PackedGroup) -> Packing:
         kind = parsed(text.encode(), f"metadata of {show(group.logical)}").get("_type")
         if not isinstance(kind, str) or kind not in _TYPES:
             raise Refused(f"torchao's {show(kind)} stores codes in the order of one kernel")
-    if packing.FACTORS in group.parts:
+    if FACTORS in group.parts:
         raise Refused("its act_pre_scale multiplies the activations, so weights alone do not give the model's results")
     if group.scale_code not in NUMBERS:
         raise Refused(f"its {group.scale_code} scales look like MXTensor's, which can be swizzled")
@@ -234,7 +233,9 @@ def lay_out(
 
 _INVERSE = parts_of(".weight", "F8_E4M3", ".weight_scale_inv", "F32")
 PRESETS = [
-    Preset("deepseek_fp8", SERVERS, lib.SL_ENCODE_FP8_INVERSE, 8, 128, _INVERSE, lay_out, row_block=128, sides=128)
+    Preset(
+        "deepseek_fp8", SERVERS, native.lib.SL_ENCODE_FP8_INVERSE, 8, 128, _INVERSE, lay_out, row_block=128, sides=128
+    )
 ]
 
 
@@ -243,14 +244,14 @@ PRESETS = [
 SETTINGS_OF_MODULES = {"modelopt": _layer}
 
 FAMILIES = [
-    Family("quanto", "._data", FP8 | {"I8"}, {packing.SCALE: ("._scale",)}, quanto, logical=""),
+    Family("quanto", "._data", FP8 | {"I8"}, {SCALE: ("._scale",)}, quanto, logical=""),
     Family(
         "torchao",
         "_qdata",
         FP8 | {"I8"},
-        {packing.SCALE: ("_scale",)},
+        {SCALE: ("_scale",)},
         torchao,
-        {packing.ZERO: ("_zero_point",), packing.FACTORS: ("_act_pre_scale",)},
+        {ZERO: ("_zero_point",), FACTORS: ("_act_pre_scale",)},
         logical="",
         private=True,
     ),
@@ -258,36 +259,36 @@ FAMILIES = [
         "modelopt NVFP4",
         ".weight",
         frozenset(("U8",)),
-        {packing.SCALE: (".weight_scale",), packing.GLOBAL: (".weight_scale_2",)},
+        {SCALE: (".weight_scale",), GLOBAL: (".weight_scale_2",)},
         modelopt_nvfp4,
-        {packing.FACTORS: (".pre_quant_scale",)},
+        {FACTORS: (".pre_quant_scale",)},
     ),
     Family(
         "modelopt NVFP4, experts",
         "",
         frozenset(("U8",)),
-        {packing.SCALE: ("_weight_scale",), packing.GLOBAL: ("_weight_scale_2",)},
+        {SCALE: ("_weight_scale",), GLOBAL: ("_weight_scale_2",)},
         modelopt_experts,
     ),
-    Family("DeepSeek V4", ".weight", FP8 | {"I8"}, {packing.SCALE: (".scale",)}, deepseek_v4),
-    Family("gpt-oss", "_blocks", frozenset(("U8",)), {packing.SCALE: ("_scales",)}, gpt_oss, logical=""),
-    Family("gpt-oss, OpenAI's", ".blocks", frozenset(("U8",)), {packing.SCALE: (".scales",)}, gpt_oss, logical=""),
-    Family("Mistral", ".weight", FP8, {packing.SCALE: (".qscale_weight",)}, plain),
-    Family("ComfyUI", ".weight", FP8, {packing.SCALE: (".scale_weight",)}, plain),
+    Family("DeepSeek V4", ".weight", FP8 | {"I8"}, {SCALE: (".scale",)}, deepseek_v4),
+    Family("gpt-oss", "_blocks", frozenset(("U8",)), {SCALE: ("_scales",)}, gpt_oss, logical=""),
+    Family("gpt-oss, OpenAI's", ".blocks", frozenset(("U8",)), {SCALE: (".scales",)}, gpt_oss, logical=""),
+    Family("Mistral", ".weight", FP8, {SCALE: (".qscale_weight",)}, plain),
+    Family("ComfyUI", ".weight", FP8, {SCALE: (".scale_weight",)}, plain),
     Family(
         "fp8",
         "",
         FP8,
-        {packing.SCALE: ("_scale_inv", "_scale", "_weight_scale")},
+        {SCALE: ("_scale_inv", "_scale", "_weight_scale")},
         plain,
-        {packing.ZERO: ("_zero_point",)},
+        {ZERO: ("_zero_point",)},
     ),
     Family(
         "int8",
         ".weight",
         frozenset(("I8",)),
-        {packing.SCALE: (".weight_scale",)},
+        {SCALE: (".weight_scale",)},
         lambda group: check_shared(group, plain(group)),  # with the column factors of modelopt's SmoothQuant
-        {packing.ZERO: (".weight_zero_point",), packing.FACTORS: (".pre_quant_scale",)},
+        {ZERO: (".weight_zero_point",), FACTORS: (".pre_quant_scale",)},
     ),
 ]

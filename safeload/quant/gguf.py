@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from ..core import dtypes, packing
+from ..core import dtypes, packing, weight_file
 from ..core.packing import CODES, SCALE, Grid, Packed, Packing, Part
-from ..core.weight_file import WeightFile
 from .families import Family
 from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale
 from .quantization import GGUF
@@ -67,7 +66,7 @@ def across_rows(
             yield name, (name, Packed(kind, {CODES: codes}))
 
 
-def ternary(files: Iterable[WeightFile]) -> Iterator[tuple[str, tuple[str, Packed]]]:
+def ternary(files: Iterable[weight_file.WeightFile]) -> Iterator[tuple[str, tuple[str, Packed]]]:
     """Yield the I2_S tensors: codes, and the scale that follows them as a separate part."""
     for file in files:
         for name, shape in file.table.ternary.items():

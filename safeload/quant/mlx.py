@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import packing
-from ..core.native import lib
-from ..core.packing import Packing
+from ..core import native
+from ..core.packing import BIAS, GLOBAL, MLX, MLX_GLOBAL, SCALE, STORED, Packing
 from ..core.text import show
 from ..models.family import mlx_experts_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
@@ -36,12 +35,12 @@ def mlx(group: PackedGroup) -> Packing:
         own = settings.get(group.module)
         settings = own if isinstance(own, Mapping) else settings  # a module's own settings inherit nothing
     mode = settings.get("mode")
-    if packing.BIAS not in group.parts:
+    if BIAS not in group.parts:
         if mode == "affine" or group.scale_code != "U8":
             raise Misfit("its biases are missing, which codes with float scales need")
         return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
-    if group.parts[packing.BIAS].shape != scale:
-        raise Misfit(f"biases {list(group.parts[packing.BIAS].shape)} do not fit scales {list(scale)}")
+    if group.parts[BIAS].shape != scale:
+        raise Misfit(f"biases {list(group.parts[BIAS].shape)} do not fit scales {list(scale)}")
     bits, size = settings.get("bits"), settings.get("group_size")
     if group.method == "mlx":
         bits, size = _MLX_BITS if bits is None else bits, _MLX_GROUP if size is None else size
@@ -62,7 +61,7 @@ def mlx(group: PackedGroup) -> Packing:
         )
     shape = (*stored[:-1], columns)
     return group.packing(
-        packing.MLX,
+        MLX,
         f"mlx{bits} g{size}",
         shape,
         bits,
@@ -79,9 +78,9 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     shape = (*stored[:-1], stored[-1] * 32 // bits)
     if group.scale_code != "U8" or shape[-1] != scale[-1] * block:
         raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
-    rule = packing.MLX_GLOBAL if packing.GLOBAL in group.parts else packing.STORED
+    rule = MLX_GLOBAL if GLOBAL in group.parts else STORED
     scales = {"grid": whole_grid(shape, 1, block), "scale_dtype": exponents, "scale_rule": rule}
-    return check_shared(group, group.packing(packing.MLX, mode, shape, bits, numbers, **scales))
+    return check_shared(group, group.packing(MLX, mode, shape, bits, numbers, **scales))
 
 
 # ---- writing ----
@@ -128,20 +127,20 @@ _ENGINE = Engine(
     dropped=(".rotary_emb.inv_freq",),
 )
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-_AFFINE = {**parts_of(".weight", "U32", ".scales", None), packing.BIAS: StoredPart(".biases", None)}
+_AFFINE = {**parts_of(".weight", "U32", ".scales", None), BIAS: StoredPart(".biases", None)}
 _MODE = parts_of(".weight", "U32", ".scales", "U8")
 
 
 def _affine(bits: int, group: int, suffix: str = "") -> Preset:
-    return Preset(f"mlx{bits}{suffix}", _ENGINE, lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
+    return Preset(f"mlx{bits}{suffix}", _ENGINE, native.lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
 
 
 PRESETS = [
     *(_affine(bits, _MLX_GROUP) for bits in _BITS),
     *(_affine(bits, group, f"-g{group}") for bits in _BITS for group in _GROUPS),
-    Preset("mlx-mxfp4", _ENGINE, lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
-    Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
-    Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
+    Preset("mlx-mxfp4", _ENGINE, native.lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
+    Preset("mlx-nvfp4", _ENGINE, native.lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
+    Preset("mlx-mxfp8", _ENGINE, native.lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
 ]
 SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.values.get(module))}
 FAMILIES = [
@@ -149,8 +148,8 @@ FAMILIES = [
         "MLX",
         ".weight",
         frozenset(("U32",)),
-        {packing.SCALE: (".scales",)},
+        {SCALE: (".scales",)},
         mlx,
-        {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
+        {BIAS: (".biases", ".qbiases"), GLOBAL: (".global_scale",)},
     )
 ]

@@ -12,12 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, jobs, packing
+from ..core import dtypes, jobs, json_file, memory, native, packing
 from ..core.arrays import Array
-from ..core.jobs import Job, Origin
-from ..core.json_file import parse_json
-from ..core.memory import empty_array
-from ..core.native import address_of
 from ..core.packing import Grid, Packing, Part, Zeros
 from ..core.text import show
 from ..core.weight_file import WeightFile
@@ -106,9 +102,9 @@ class GroupContext:
 
 
 def _contents(parts: Iterable[Part]) -> dict[str, Array]:
-    arrays = {part.name: (part, empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
+    arrays = {part.name: (part, memory.empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
     jobs.Batch(
-        Job(part.file, part.begin, address_of(array), array.size, origin=Origin(part.name, part.shape))
+        jobs.Job(part.file, part.begin, native.address_of(array), array.size, origin=jobs.Origin(part.name, part.shape))
         for part, array in arrays.values()
         if array.size
     ).run()
@@ -262,7 +258,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
 def parsed(text: bytes, title: str) -> dict[str, Any]:
     """Return a description in JSON."""
     try:
-        return parse_json(text, title, "")
+        return json_file.parse_json(text, title, "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
 
