@@ -238,12 +238,11 @@ def _load_selected(
     """
     from .adapters.merge import load_merged
     from .core.checkpoint import tensors_of
-    from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import selecting
+    from .frameworks import checkpoints, torch_arrays, torch_devices
 
     place = torch_arrays.device_of(device)
     check_backend(backend)
-    with selecting(path, **selection) as selected:
+    with checkpoints.selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
         checkpoint, merge, names, groups = selected

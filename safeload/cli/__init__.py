@@ -92,7 +92,6 @@ def _near(word: str, names: Sequence[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-_ENDING_SIGNALS = ("SIGTERM", "SIGHUP")  # kill, and a terminal or connection that closes
 _INTERRUPTED = 130  # the exit status of a shell for SIGINT
 
 
@@ -122,7 +121,7 @@ def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
     interrupts: list[int] = []
     if arguments is not None:
         return _run(options, interrupts)
-    for name in _ENDING_SIGNALS:
+    for name in ("SIGTERM", "SIGHUP"):  # kill, and a terminal or connection that closes
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             # Remove a half-written file, as Ctrl-C does; the exit status is a shell's.

@@ -174,8 +174,7 @@ _STATS_ROWS = 100  # on a terminal
 )
 def stats(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path``."""
-    from .. import stats
-    from ..checking.stats import lines_of
+    from ..checking.stats import lines_of, stats
 
     with common.open_path(options.path, options) as opened, common.running(options, "stats") as how:
         results = stats(opened, **common.given(options, "histogram only drop"), **how)

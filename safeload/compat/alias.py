@@ -88,7 +88,6 @@ class Finder:
 
 
 def _distribution() -> Distribution:
-    """Return a distribution of safetensors without files."""
     from importlib.metadata import Distribution  # only here: it takes milliseconds
     from pathlib import Path
 
@@ -169,7 +168,6 @@ def path_with_shim(*folders: str) -> str:
 
 
 def _start_with_shim() -> Callable[[], None]:
-    """Put the shim on PYTHONPATH."""
     before, after = os.environ.get("PYTHONPATH"), path_with_shim()
     os.environ["PYTHONPATH"] = after
 

@@ -288,9 +288,8 @@ def _rows(name: str, value: slice, file: WeightFile, index: int) -> range:
     shape, (begin, end) = file.table.shape(index), file.table.byte_range(index)
     if not shape:
         raise SafetensorError(f"cannot slice rows of the 0-d tensor {show(name)}")
-    for side, bound in (("start", value.start), ("stop", value.stop)):
-        if bound is None:
-            continue
+    bounds = {"start": value.start, "stop": value.stop}
+    for side, bound in ((side, bound) for side, bound in bounds.items() if bound is not None):
         if isinstance(bound, bool) or not isinstance(bound, int):
             raise SafetensorError(f"prefetch plan slice bounds for {show(name)} must be integers or None")
         if not -shape[0] <= bound <= shape[0]:
@@ -345,7 +344,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __init__(
         self, filename: PathLike, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
-        file = safetensors.open_file(filename, folders=_FRAMEWORKS.get(str(framework), _NUMPY)[-1])
+        file = safetensors.open_file(filename, folders=_FRAMEWORKS.get(str(framework), ("safeload.open",))[-1])
         try:
             self._handle = _handle(framework, device, backend)
         except BaseException:
@@ -572,10 +571,10 @@ class AliasSafeOpen(safe_open):
 
 # The module and class of the `Handle` for each framework other than NumPy, by upstream's names, and the function that
 # loads folders.
-_NUMPY = ("safeload.open",)
-_TORCH = ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")
-_JAX = ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")
-_FRAMEWORKS = {**dict.fromkeys(("pt", "torch", "pytorch"), _TORCH), **dict.fromkeys(("jax", "flax"), _JAX)}
+_FRAMEWORKS = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")),
+    **dict.fromkeys(("jax", "flax"), ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")),
+}
 # How to convert NumPy arrays for further frameworks.
 CONVERSIONS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),

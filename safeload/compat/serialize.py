@@ -144,12 +144,10 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, TensorToWrite]:
     """Return the writer's input for these descriptions."""
     arrays.check_mapping(tensor_dict, "tensors", "names to TensorSpec")
-    entries = {}
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"tensor {show(name)} must be a TensorSpec, got {type(spec).__name__}")
-        entries[name] = spec._memory
-    return entries
+    return {name: spec._memory for name, spec in tensor_dict.items()}
 
 
 @public

@@ -130,7 +130,6 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
 
 
 def _copies(arrays: Sequence[NumpyArray]) -> list[Array]:
-    """Copy arrays to JAX's default device."""
     if not arrays:
         return []
     if jax.config.jax_transfer_guard_host_to_device in _UNGUARDED:

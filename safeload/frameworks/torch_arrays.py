@@ -42,7 +42,6 @@ _ROWS: dict[Any, dtypes.Dtype] = {dtype: dtypes.BY_CODE[code] for code, dtype in
 _WHOLE_ROWS = {dtype: row for dtype, row in _ROWS.items() if not row.packed}
 # Classes whose tensors have memory of their own, unless torch wraps them for tracing; other subclasses may have none.
 _OWN_MEMORY = frozenset((Tensor, torch.nn.Parameter))
-_LITTLE = sys.byteorder == "little"
 
 # `torch.from_numpy` refuses ml_dtypes: such arrays are viewed as integers of equal size first.
 _INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
@@ -173,7 +172,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
 
     Tensors with disjoint addresses share no memory, so their storages need not be compared.
     """
-    if not _LITTLE or not isinstance(tensors, dict):
+    if sys.byteorder != "little" or not isinstance(tensors, dict):
         return None
     entries: dict[str, Any] = {}
     areas = []

@@ -64,7 +64,6 @@ class Copies:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return a new tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _on(self, stream: Any) -> AbstractContextManager[object]:
@@ -128,10 +127,6 @@ class Copies:
             self._stream.synchronize()
 
 
-# Device types with streams.
-_STREAMING = ("cuda", "xpu")
-
-
 def load(
     entries: Sequence[Entry],
     device: Any,
@@ -145,7 +140,7 @@ def load(
     Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
     fails, nothing is left on the device.
     """
-    copies = copies or Copies(device, device.type in _STREAMING)
+    copies = copies or Copies(device, device.type in ("cuda", "xpu"))
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
     with runtime.paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
@@ -212,8 +207,6 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
 
 
 class _Target:
-    """A device tensor under construction."""
-
     __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
     def __init__(self, entry: Entry, copies: Copies) -> None:

@@ -212,10 +212,6 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> p
 # ---- writing ----
 
 
-# Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
-_MODEL = "model."
-
-
 def lay_out(
     preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
 ) -> dict[str, Any]:
@@ -247,7 +243,8 @@ def lay_out(
         "targets": ["Linear"],
         "weights": weights,
     }
-    anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith(_MODEL)]
+    # The names of vision models in files lack a prefix of the engine; "model." begins those of the language model.
+    anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith("model.")]
     ignored = sorted({*left, *anywhere})
     settings = filled("compressed-tensors", config_groups={"group_0": group}, format=layout, ignore=ignored)
     return with_quantization(config, settings)
@@ -266,23 +263,21 @@ def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
 _ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
-_INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
 _NVFP4 = {
     **parts_of(".weight_packed", "U8", ".weight_scale", "F8_E4M3"),
     packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
 }
-_MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
 
 PRESETS = [
     _preset("w4a16", lib.SL_ENCODE_INT, 4, 128, _WORDS),
     _preset("w4a16_asym", lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC),
     _preset("w8a16", lib.SL_ENCODE_INT, 8, 128, _WORDS),
-    _preset("w8a8", lib.SL_ENCODE_INT, 8, None, _INT8)._replace(signed=True),
+    _preset("w8a8", lib.SL_ENCODE_INT, 8, None, parts_of(".weight", "I8", ".weight_scale", None))._replace(signed=True),
     _preset("fp8_dynamic", lib.SL_ENCODE_FP8, 8, None, _FLOAT8),
     _preset("fp8_block", lib.SL_ENCODE_FP8, 8, 128, _FLOAT8)._replace(row_block=128),
     _preset("nvfp4a16", lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4),
-    _preset("mxfp4a16", lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4),
+    _preset("mxfp4a16", lib.SL_ENCODE_MXFP4, 4, 32, parts_of(".weight_packed", "U8", ".weight_scale", "U8")),
 ]
 
 

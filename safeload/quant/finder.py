@@ -42,15 +42,11 @@ _MOST_INDEXES = 4
 # Marks of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
 _COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
-# Dtypes of codes with ordinary names.
-_PACKING = frozenset(("U8", "I8", "U32"))
 # Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
 # The end of the names of zero points, which are plain numbers even if they have the dtype of codes.
 _PLAIN = "zero_point"
-
-_U8 = dtypes.BY_CODE["U8"]
 
 # Location of a tensor: file and index in its table.
 Place = tuple[WeightFile, int]
@@ -130,15 +126,15 @@ def _listings(table: Table, finder: _Finder, shapes: Mapping[str, tuple[int, ...
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         if name in finder.packed:
             logical, packed = finder.packed[name]
-            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
+            yield Listing(
+                logical, dtypes.BY_CODE["U8"] if row.blocked else row, packed.packing.shape, begin, end, packed=packed
+            )
         elif name not in finder.hidden:
             index, own = table.find(name), shapes.get(name, shape)
             yield Listing(name, row, own, begin, end, table.strides.get(index), table.scales.get(index))
 
 
 class _Finder:
-    """Finds the packed tensors of a checkpoint."""
-
     def __init__(
         self,
         places: Mapping[str, Place],
@@ -162,7 +158,6 @@ class _Finder:
         self.part, self._tensors = self._context.part, self._context.tensors
 
     def run(self, files: Sequence[WeightFile], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find all packed tensors and faults."""
         if self._quantization.is_rotated:
             return  # weights in a rotated basis
         methods, codes = (None, self._quantization.method), {stored.row.code for stored in self._tensors.values()}
@@ -294,7 +289,7 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
         return not name.endswith(_PLAIN)
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
-    return code in _PACKING and name.endswith(("weight", "_proj"))
+    return code in ("U8", "I8", "U32") and name.endswith(("weight", "_proj"))
 
 
 # ---- Conv1D, the layer of GPT-2 with weights [in, out]; tools quantize it as a linear layer, [out, in] ----

@@ -33,9 +33,6 @@ _CLASSES = {
 # What can follow a backslash; and an item of a class: such an escape, a character or a range.
 _ESCAPED = re.compile(r"([dws\W_])")
 _ITEM = re.compile(r"\\([dws\W_])(?!-[^\]])|([^\\\]])(?:-([^\\\[\]])|(?!-[^\]]))", re.DOTALL)
-_WILDCARDS = "*?["
-# `fnmatch`'s expression for a class without characters.
-_NOTHING = "(?!)"
 # Stands behind a name as often as a pattern has "$", which takes it.
 _END = "end"
 
@@ -198,10 +195,10 @@ class Globs:
         self._names: dict[str, int] = {}
         self._globs: list[tuple[int, str, re.Pattern[str]]] = []
         for number, text in enumerate(texts):
-            if any(char in text for char in _WILDCARDS):
+            if any(char in text for char in "*?["):
                 _check_length(text, key)
                 expression = translate(text)  # each star takes the first match for good
-                if _NOTHING in expression:
+                if "(?!)" in expression:  # a class without characters
                     raise UnsupportedError(f"{key}: the glob {show(text)} has an empty range of characters")
                 self._globs.append((number, text, re.compile(expression)))
             else:

@@ -168,9 +168,7 @@ class Quantization:
         """True if weights are stored in another basis, to which the model transforms its activations at run time."""
         transforms = self.values.get("transform_config")
         schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
-        if not transforms or schemes == {}:
-            return False
-        return not isinstance(schemes, Mapping) or not all(map(_keeps_basis, schemes.values()))
+        return bool(transforms) and not (isinstance(schemes, Mapping) and all(map(_keeps_basis, schemes.values())))
 
     # ---- settings of a module ----
 

@@ -25,7 +25,6 @@ _CODES_IN_WORD = 8
 _ROWS, _COLUMNS = (0, -2), (1, -1)
 # Orders of the codes in a word, by ``pack_method``.
 _ORDERS = {"reorder": WORDS, "order": ROWS}
-_EXPONENTS = ("U8", "F8_E8M0")
 
 
 def describe(group: PackedGroup) -> Packing:
@@ -239,7 +238,7 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     size = _group_size(spec, scale, shape[-1], scale[-1])
-    exponents = group.scale_code in _EXPONENTS
+    exponents = group.scale_code in ("U8", "F8_E8M0")
     scale_format = spec.get("scale_format")
     if isinstance(scale_format, str) and exponents != (scale_format == "e8m0"):
         raise Misfit(f"scales {list(scale)} are {group.scale_code}, but scale_format is {show(scale_format)}")
@@ -312,7 +311,6 @@ def _globs(quantization: Quantization) -> patterns.Globs:
 
 
 def _module_of(name: str) -> str:
-    """Return the module of a weight or bias."""
     return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
 
 

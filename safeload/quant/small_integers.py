@@ -67,10 +67,6 @@ def to_bitnet(values: arrays.Array) -> tuple[Packing, dict[str, arrays.Array]]:
 # ---- Gemma's quantization-aware training: rows of 2-, 4- or 8-bit integers with a scale per row or block ----
 
 
-# transformers' default if the configuration has no num_bits.
-_DEFAULT_BITS = 4
-
-
 def gemma(group: PackedGroup) -> Packing:
     """Bytes of codes, the first in the low bits, and F32 scales; the configuration sets the bits of each module."""
     stored, scale = group.stored, group.scales
@@ -94,7 +90,7 @@ def _bits(group: PackedGroup) -> int:
     shared = group.config.values.get("num_bits")
     overrides = mapping(group.config.values.get("module_quant_configs"))
     own = next((own for pattern, own in overrides.items() if _is_in(pattern, group.module)), None)
-    bits = mapping(own).get("num_bits", _DEFAULT_BITS if shared is None else shared)
+    bits = mapping(own).get("num_bits", 4 if shared is None else shared)  # transformers' default
     if type(bits) is not int or bits not in (2, 4, 8):
         raise Misfit(f"num_bits in config.json must be 2, 4 or 8, got {show(str(bits))}")
     return bits
