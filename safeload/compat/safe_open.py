@@ -288,8 +288,8 @@ def _rows(name: str, value: slice, file: WeightFile, index: int) -> range:
     shape, (begin, end) = file.table.shape(index), file.table.byte_range(index)
     if not shape:
         raise SafetensorError(f"cannot slice rows of the 0-d tensor {show(name)}")
-    bounds = {"start": value.start, "stop": value.stop}
-    for side, bound in ((side, bound) for side, bound in bounds.items() if bound is not None):
+    sides = ("start", value.start), ("stop", value.stop)
+    for side, bound in [(side, bound) for side, bound in sides if bound is not None]:
         if isinstance(bound, bool) or not isinstance(bound, int):
             raise SafetensorError(f"prefetch plan slice bounds for {show(name)} must be integers or None")
         if not -shape[0] <= bound <= shape[0]:

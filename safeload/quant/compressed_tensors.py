@@ -254,30 +254,29 @@ def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, 
     return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
 
 
-def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
-    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
-        return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in parts else {}
-
-    return Preset(name, SERVERS, method, bits, group, parts, lay_out, constants)
+def _shape(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
+    return {packing.SHAPE: np.array(shape, np.int64)}
 
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
 _ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
+_INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
+_MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
 _NVFP4 = {
     **parts_of(".weight_packed", "U8", ".weight_scale", "F8_E4M3"),
     packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
 }
 
 PRESETS = [
-    _preset("w4a16", lib.SL_ENCODE_INT, 4, 128, _WORDS),
-    _preset("w4a16_asym", lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC),
-    _preset("w8a16", lib.SL_ENCODE_INT, 8, 128, _WORDS),
-    _preset("w8a8", lib.SL_ENCODE_INT, 8, None, parts_of(".weight", "I8", ".weight_scale", None))._replace(signed=True),
-    _preset("fp8_dynamic", lib.SL_ENCODE_FP8, 8, None, _FLOAT8),
-    _preset("fp8_block", lib.SL_ENCODE_FP8, 8, 128, _FLOAT8)._replace(row_block=128),
-    _preset("nvfp4a16", lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4),
-    _preset("mxfp4a16", lib.SL_ENCODE_MXFP4, 4, 32, parts_of(".weight_packed", "U8", ".weight_scale", "U8")),
+    Preset("w4a16", SERVERS, lib.SL_ENCODE_INT, 4, 128, _WORDS, lay_out, _shape),
+    Preset("w4a16_asym", SERVERS, lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC, lay_out, _shape),
+    Preset("w8a16", SERVERS, lib.SL_ENCODE_INT, 8, 128, _WORDS, lay_out, _shape),
+    Preset("w8a8", SERVERS, lib.SL_ENCODE_INT, 8, None, _INT8, lay_out, signed=True),
+    Preset("fp8_dynamic", SERVERS, lib.SL_ENCODE_FP8, 8, None, _FLOAT8, lay_out),
+    Preset("fp8_block", SERVERS, lib.SL_ENCODE_FP8, 8, 128, _FLOAT8, lay_out, row_block=128),
+    Preset("nvfp4a16", SERVERS, lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4, lay_out),
+    Preset("mxfp4a16", SERVERS, lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4, lay_out),
 ]
 
 

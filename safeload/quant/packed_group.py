@@ -88,27 +88,26 @@ class GroupContext:
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
         if self.arrays is None:
-            described = (name for name in self.places if name.endswith(self._suffixes))
-            small = [part for part in map(self._small, described) if part is not None]
-            sizes = accumulate((part.end - part.begin for part in small), initial=0)
-            self.arrays = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
-        if name not in self.arrays and (part := self._small(name)) is not None:
-            self.arrays.update(_contents([part]))
+            self.arrays = self._read(name for name in self.places if name.endswith(self._suffixes))
+        if name not in self.arrays:
+            self.arrays.update(self._read((name,)))
         return self.arrays.get(name)
 
-    def _small(self, name: str) -> Part | None:
-        part = self.part(name)
-        return part if part is not None and part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1) else None
-
-
-def _contents(parts: Iterable[Part]) -> dict[str, Array]:
-    arrays = {part.name: (part, memory.empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
-    jobs.Batch(
-        jobs.Job(part.file, part.begin, native.address_of(array), array.size, origin=jobs.Origin(part.name, part.shape))
-        for part, array in arrays.values()
-        if array.size
-    ).run()
-    return {name: jobs.native_order(array.view(part.row.name)) for name, (part, array) in arrays.items()}
+    def _read(self, names: Iterable[str]) -> dict[str, Array]:
+        """Read the small ones of these tensors together, as many as fit into a batch."""
+        parts = [part for part in map(self.part, names) if part is not None]
+        small = [part for part in parts if part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1)]
+        sizes = accumulate((part.end - part.begin for part in small), initial=0)
+        batch = [part for part, before in zip(small, sizes, strict=False) if before < _BATCH]
+        read = [(part, memory.empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in batch]
+        jobs.Batch(
+            jobs.Job(
+                part.file, part.begin, native.address_of(array), array.size, origin=jobs.Origin(part.name, part.shape)
+            )
+            for part, array in read
+            if array.size
+        ).run()
+        return {part.name: jobs.native_order(array.view(part.row.name)) for part, array in read}
 
 
 class PackedGroup:
