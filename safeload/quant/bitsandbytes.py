@@ -72,20 +72,9 @@ def four_bits(group: PackedGroup) -> Packing:
             f"absmax {list(group.scales)} does not fit shape {list(shape)} in blocks of {block} "
             "(blocksize in its quant_state)"
         )
-    packed = group.packing(
-        "bitsandbytes",
-        f"{kind} b{block}",
-        shape,
-        4,
-        TABLE,
-        matrices=matrices,
-        rows=rows,
-        columns=columns,
-        row_bytes=-(-columns // 2),
-        high_first=True,
-        grid=Grid(1, block, rows, across),
-        flat=flat,
-    )
+    sides = {"matrices": matrices, "rows": rows, "columns": columns, "row_bytes": -(-columns // 2), "flat": flat}
+    grid = Grid(1, block, rows, across)
+    packed = group.packing("bitsandbytes", f"{kind} b{block}", shape, 4, TABLE, high_first=True, grid=grid, **sides)
     return _nested(group, state, packed)
 
 

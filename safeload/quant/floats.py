@@ -275,14 +275,7 @@ FAMILIES = [
     Family("gpt-oss, OpenAI's", ".blocks", frozenset(("U8",)), {SCALE: (".scales",)}, gpt_oss, logical=""),
     Family("Mistral", ".weight", FP8, {SCALE: (".qscale_weight",)}, plain),
     Family("ComfyUI", ".weight", FP8, {SCALE: (".scale_weight",)}, plain),
-    Family(
-        "fp8",
-        "",
-        FP8,
-        {SCALE: ("_scale_inv", "_scale", "_weight_scale")},
-        plain,
-        {ZERO: ("_zero_point",)},
-    ),
+    Family("fp8", "", FP8, {SCALE: ("_scale_inv", "_scale", "_weight_scale")}, plain, {ZERO: ("_zero_point",)}),
     Family(
         "int8",
         ".weight",

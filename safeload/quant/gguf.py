@@ -33,9 +33,8 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str) -> Packing:
         if not shape or shape[-1] % row.block_bytes:
             raise Misfit(f"codes {list(shape)} are not whole blocks of {row.block_bytes} bytes")
         shape = (*shape[:-1], shape[-1] // row.block_bytes * row.block)
-    matrices = matrices_of(shape)[0]
     size = math.prod(scale)
-    if size != 1 and (len(shape) < 3 or size != matrices):
+    if size != 1 and (len(shape) < 3 or size != matrices_of(shape)[0]):
         raise Misfit(f"{group.names[SCALE]} {list(scale)} must hold a single scale or one per matrix of {list(shape)}")
     return blocks_of(row, label, shape, shared=size == 1)
 

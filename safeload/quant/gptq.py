@@ -125,8 +125,7 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
     if GROUPS in group.parts:
         group.check_form(GROUPS, "g_idx", ("I32",), (length,))
     label, shape = _label(f"gptq{bits}", size, length), (scale[1], length)
-    symmetric = settings.get("sym") is not False
-    packed = Zeros(ROWS, bits, added=_added(group, settings), symmetric=symmetric)
+    packed = Zeros(ROWS, bits, added=_added(group, settings), symmetric=settings.get("sym") is not False)
     return group.transposed("gptq", label, shape, bits, "unsigned", size=size, layout=COLUMNS, zeros=packed)
 
 

@@ -61,12 +61,7 @@ def mlx(group: PackedGroup) -> Packing:
         )
     shape = (*stored[:-1], columns)
     return group.packing(
-        MLX,
-        f"mlx{bits} g{size}",
-        shape,
-        bits,
-        "U8" if bits == 8 else "unsigned",
-        grid=whole_grid(shape, 1, size),
+        MLX, f"mlx{bits} g{size}", shape, bits, "U8" if bits == 8 else "unsigned", grid=whole_grid(shape, 1, size)
     )
 
 
