@@ -230,9 +230,7 @@ def _numbers(values: arrays.Array) -> arrays.Array:
 def _print_all(tensor: Any, rows: range) -> None:
     """Print a line for each row along the last axis, and an empty line before each further matrix."""
     begin = True
-    for block in _blocks(tensor, rows):
-        if not block.size:
-            continue
+    for block in (block for block in _blocks(tensor, rows) if block.size):
         shape = (1, block.size, 1) if block.ndim == 1 else (-1, *block.shape[-2:])
         for matrix in _numbers(block.reshape(shape)):
             text = "\n".join(" ".join(map(str, line)) for line in matrix)

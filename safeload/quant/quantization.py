@@ -364,9 +364,7 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
     """Return the quantization in the metadata of files, else in their folders."""
     parsed: dict[tuple[str | None, str], Quantization | None] = {}  # by the text in the file, or its folder
     first: tuple[str, Quantization | None] | None = None
-    for file in files:
-        if not dtypes.may_hold_codes(file.table.numbers):
-            continue
+    for file in (file for file in files if dtypes.may_hold_codes(file.table.numbers)):
         text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
         key = text, _folder_of(file) if text is None else ""
         if key not in parsed:
