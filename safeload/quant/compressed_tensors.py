@@ -20,19 +20,7 @@ from ..core.native import lib
 from ..core.text import show
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
-from .packed_group import (
-    MOST_AXES,
-    NUMBERS,
-    Misfit,
-    PackedGroup,
-    Refused,
-    check_shared,
-    configured,
-    configured_grid,
-    label_of,
-    one_scale,
-    whole_grid,
-)
+from .packed_group import MOST_AXES, NUMBERS, Misfit, PackedGroup, Refused, label_of, one_scale, whole_grid
 from .quantization import AUTO_ROUND, is_length, with_quantization
 
 # ---- integers ----
@@ -45,7 +33,7 @@ def ct_packed(group: PackedGroup) -> packing.Packing:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
-    grid = configured_grid(group, shape) or _ct_grid(shape, scale)
+    grid = group.configured_grid(shape) or _ct_grid(shape, scale)
     zeros = packing.Zeros(packing.COLUMNS, bits, words)
     if grid.row_block != 1 and packing.ZERO in group.parts and group.parts[packing.ZERO].row.code == "I32":
         raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
@@ -54,7 +42,7 @@ def ct_packed(group: PackedGroup) -> packing.Packing:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
         group.check_form(packing.GROUPS, "g_idx", ("I32",), shape[-1:])
-    grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
+    grouped = grid.columns == 1 and group.configured("group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
 
@@ -142,7 +130,7 @@ def ct_fp4(group: PackedGroup) -> packing.Packing:
     if isinstance(kind, str) and kind.startswith("mx_int"):
         packed = fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     elif packing.GLOBAL in group.parts:
-        packed = check_shared(group, fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
+        packed = group.check_shared(fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
     elif dtype not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
             raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {dtype}")
@@ -153,7 +141,7 @@ def ct_fp4(group: PackedGroup) -> packing.Packing:
         packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype="F8_E8M0")
     else:
         packed = fp4(group, "mxfp4", 32, "F8_E8M0")
-    configured_grid(group, packed.shape)  # raises if the configured groups have another size
+    group.configured_grid(packed.shape)  # raises if the configured groups have another size
     return packed
 
 

@@ -20,9 +20,6 @@ from .packed_group import (
     Misfit,
     PackedGroup,
     Refused,
-    check_shared,
-    configured,
-    configured_grid,
     grid_of,
     label_of,
     matrices_of,
@@ -39,7 +36,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
     """8-bit codes, and scales broadcast over blocks."""
     shape, scale = group.stored, group.scales
     matrices, rows, columns = matrices_of(shape)
-    grid = configured_grid(group, shape) or _flat_grid(group)
+    grid = group.configured_grid(shape) or _flat_grid(group)
     if grid is None:
         exact = block is not None or group.config.block is not None
         block = block or _block_of(group)
@@ -47,7 +44,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
         grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     label = label_of(group.prefix, grid, shape, group.has_zeros())
-    bits = None if group.prefix == "fp8" else configured(group, "num_bits")
+    bits = None if group.prefix == "fp8" else group.configured("num_bits")
     if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
         label = label.replace("int8", f"int{bits}", 1)
     if group.scale_code in ("F8_E8M0", "U8") and (grid.row_block, grid.column_block) == (1, 32):
@@ -83,7 +80,7 @@ def _block_of(group: PackedGroup) -> tuple[int, int]:
         return 128, 128
     scale, codes = group.scales, group.stored
     grouped = len(scale) == len(codes) > 1 and scale[:-1] == codes[:-1]
-    size = configured(group, "group_size", "group")
+    size = group.configured("group_size", "group")
     if grouped and size is not None and size > 0 and scale[-1] > 1:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(codes)} in groups of {size} (group_size)")
     exponents = group.scale_code in ("F8_E8M0", "U8")
@@ -146,7 +143,7 @@ def modelopt_nvfp4(group: PackedGroup) -> Packing:
         raise Refused(f"its quant_algo {algorithm} stores unsupported codes or scales")
     if any(f"{group.module}.svdquant_lora_{side}" in group.context.tensors for side in "ab"):
         raise Refused("NVFP4_SVD adds a product of two matrices, which safeload does not compute")
-    return check_shared(group, fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=MULTIPLIED)
+    return group.check_shared(fp4(group, "nvfp4", 16, "F8_E4M3"))._replace(scale_rule=MULTIPLIED)
 
 
 def modelopt_experts(group: PackedGroup) -> Packing:
@@ -158,7 +155,7 @@ def modelopt_experts(group: PackedGroup) -> Packing:
         raise Misfit(f"scales of nvfp4 must be F8_E4M3, got {group.scale_code}")
     shape = (stored[0], stored[1] * 2, stored[2])
     layout = {"layout": PLANES, "interleaved": True, "scale_rule": MULTIPLIED}
-    return check_shared(group, group.packing("fp4", "nvfp4", shape, 4, "e2m1", grid=whole_grid(shape, 16, 1), **layout))
+    return group.check_shared(group.packing("fp4", "nvfp4", shape, 4, "e2m1", grid=whole_grid(shape, 16, 1), **layout))
 
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Any]:
@@ -281,7 +278,7 @@ FAMILIES = [
         ".weight",
         frozenset(("I8",)),
         {SCALE: (".weight_scale",)},
-        lambda group: check_shared(group, plain(group)),  # with the column factors of modelopt's SmoothQuant
+        lambda group: group.check_shared(plain(group)),  # with the column factors of modelopt's SmoothQuant
         {ZERO: (".weight_zero_point",), FACTORS: (".pre_quant_scale",)},
     ),
 ]

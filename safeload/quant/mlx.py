@@ -13,7 +13,7 @@ from ..core.packing import BIAS, GLOBAL, MLX, MLX_GLOBAL, SCALE, STORED, Packing
 from ..core.text import show
 from ..models.family import mlx_experts_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
-from .packed_group import Misfit, PackedGroup, Refused, check_shared, whole_grid
+from .packed_group import Misfit, PackedGroup, Refused, whole_grid
 from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
 
 _MLX_MODES = {
@@ -75,7 +75,7 @@ def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
         raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
     rule = MLX_GLOBAL if GLOBAL in group.parts else STORED
     scales = {"grid": whole_grid(shape, 1, block), "scale_dtype": exponents, "scale_rule": rule}
-    return check_shared(group, group.packing(MLX, mode, shape, bits, numbers, **scales))
+    return group.check_shared(group.packing(MLX, mode, shape, bits, numbers, **scales))
 
 
 # ---- writing ----

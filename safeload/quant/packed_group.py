@@ -214,6 +214,49 @@ class PackedGroup:
         if row.code not in codes or own not in shapes:
             raise Misfit(f"{name} is {row.code} {list(own)}, expected {codes[0]} {list(shapes[0])}{of}")
 
+    def check_shared(self, packed: Packing) -> Packing:
+        """Return the packing if its factors are one per column, and its global scales fit.
+
+        There is a global scale per tensor, per expert, or per equal share of an expert's rows.
+        """
+        scales, factors = self.parts.get(packing.GLOBAL), self.parts.get(packing.FACTORS)
+        size = 1 if scales is None else math.prod(scales.shape)
+        values = packed.matrices * packed.rows
+        if size != 1 and not (size and packed.matrices and size % packed.matrices == 0 == values % size):
+            assert scales is not None
+            raise Misfit(f"global scales {list(scales.shape)} do not fit {list(packed.shape)}")
+        if factors is not None and factors.shape != (packed.columns,):
+            raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
+        return packed
+
+    # ---- descriptions in config_groups ----
+
+    def configured(self, key: str, strategy: str | None = None) -> int | None:
+        """Return an integer on which all descriptions (of a strategy) agree, or None."""
+        values = [weights.get(key) for weights in self.weights if strategy in (None, weights.get("strategy"))]
+        first = values[0] if values else None
+        return first if type(first) is int and values.count(first) == len(values) else None
+
+    def configured_grid(self, shape: tuple[int, ...]) -> Grid | None:
+        """Return the grid of the fitting description for codes of a shape; None if a description defines no grid."""
+        if self.method != "compressed-tensors":
+            return None
+        scale, pairs = self.scales, [_strategy_of(weights, shape) for weights in self.weights]
+        grids = [grid for _, grid in pairs if grid is not None]
+        if not grids or len(grids) < len(pairs):
+            return None
+        fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
+        rows, columns = (1, 1, *shape)[-2:]
+        if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
+            return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
+        strategies = ", ".join(dict.fromkeys(text for text, _ in pairs))
+        if fitting:
+            raise Misfit(f"scales {list(scale)} of {list(shape)} fit more than one of config_groups: {strategies}")
+        expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
+        raise Misfit(
+            f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)"
+        )
+
 
 def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
     """Return the name of a packed tensor, and names of its parts by role; None if a required part is missing."""
@@ -260,22 +303,6 @@ def parsed(text: bytes, title: str) -> dict[str, Any]:
         return json_file.parse_json(text, title, "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
-
-
-def check_shared(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if its factors are one per column, and its global scales fit.
-
-    There is a global scale per tensor, per expert, or per equal share of an expert's rows.
-    """
-    scales, factors = group.parts.get(packing.GLOBAL), group.parts.get(packing.FACTORS)
-    size = 1 if scales is None else math.prod(scales.shape)
-    values = packed.matrices * packed.rows
-    if size != 1 and not (size and packed.matrices and size % packed.matrices == 0 == values % size):
-        assert scales is not None
-        raise Misfit(f"global scales {list(scales.shape)} do not fit {list(packed.shape)}")
-    if factors is not None and factors.shape != (packed.columns,):
-        raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
-    return packed
 
 
 def described(family: Family, group: PackedGroup) -> Packing:
@@ -424,32 +451,6 @@ def _axis(scales: int, length: int, block: int) -> int | None:
 
 
 # ---- from descriptions in config_groups ----
-
-
-def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
-    """Return an integer on which all descriptions (of a strategy) agree, or None."""
-    values = [weights.get(key) for weights in group.weights if strategy in (None, weights.get("strategy"))]
-    first = values[0] if values else None
-    return first if type(first) is int and values.count(first) == len(values) else None
-
-
-def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """Return the grid of the fitting description for codes of a shape; None if a description does not define a grid."""
-    if group.method != "compressed-tensors":
-        return None
-    scale, pairs = group.scales, [_strategy_of(weights, shape) for weights in group.weights]
-    grids = [grid for _, grid in pairs if grid is not None]
-    if not grids or len(grids) < len(pairs):
-        return None
-    fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
-    rows, columns = (1, 1, *shape)[-2:]
-    if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
-        return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
-    strategies = ", ".join(dict.fromkeys(text for text, _ in pairs))
-    if fitting:
-        raise Misfit(f"scales {list(scale)} of {list(shape)} fit more than one of config_groups: {strategies}")
-    expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
-    raise Misfit(f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)")
 
 
 def _strategy_of(weights: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[str, Grid | None]:
