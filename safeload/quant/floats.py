@@ -15,18 +15,7 @@ from ..core import native
 from ..core.packing import FACTORS, GLOBAL, MULTIPLIED, PLANES, QUOTIENT, SCALE, STORED, ZERO, Grid, Packing
 from ..core.text import show
 from .families import FP8, Engine, Family, Preset, parts_of
-from .packed_group import (
-    NUMBERS,
-    Misfit,
-    PackedGroup,
-    Refused,
-    grid_of,
-    label_of,
-    matrices_of,
-    one_scale,
-    parsed,
-    whole_grid,
-)
+from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, parsed, whole_grid
 from .quantization import AUTO_ROUND, Quantization, brief, is_length, mapping, with_quantization
 
 # ---- fp8 and int8 ----
@@ -42,7 +31,7 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
         block = block or _block_of(group)
         if _has_halves(shape, scale, block):
             matrices, rows, scale = 2 * matrices, rows // 2, (2 * scale[0], scale[1] // 2, scale[2])
-        grid = grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
+        grid = _grid_of((matrices, rows, columns) if len(shape) > 2 else shape, scale, block, exact=exact)
     label = label_of(group.prefix, grid, shape, group.has_zeros())
     bits = None if group.prefix == "fp8" else group.configured("num_bits")
     if bits in range(1, 9):  # naive-quantized: a byte per code, even for codes of fewer bits
@@ -55,6 +44,60 @@ def plain(group: PackedGroup, block: tuple[int, int] | None = None) -> Packing:
             raise Refused("its weight_scale_semantics apply only to a weight_scale_inv without zero points")
         rule = QUOTIENT
     return group.in_bytes(grid, label=label, matrices=matrices, rows=rows, scale_dtype="F8_E8M0", scale_rule=rule)
+
+
+def _grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
+    """Return the grid of scales of this shape over a tensor, as PyTorch's writers mean it.
+
+    A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
+    broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
+
+    An ``exact`` block comes from the configuration, and contradicts scales per row or column.
+    """
+    rows, columns = (1, 1, *shape)[-2:]
+    if math.prod(scale) == 1:
+        return one_scale(shape, shared=True)
+    lead = shape[:-2]
+    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks: [rows, 1, columns, 1]
+        scale = (scale[0], scale[2])
+    own = scale
+    if lead:
+        experts = math.prod(lead)
+        if scale == lead or (scale[:1] == (experts,) and math.prod(scale) == experts):
+            return one_scale(shape)
+        if scale[: len(lead)] != lead:
+            raise Misfit(f"scales {list(scale)} and codes {list(shape)} have different numbers of experts")
+        own = scale[len(lead) :]
+    expected = -(-rows // block[0]), -(-columns // block[1])
+    misfit = (
+        f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]}: expected "
+        f"{[*lead, *expected]}"
+    )
+    if exact and own not in (expected, (1, 1)) and (own, 1) != (expected[:1], expected[1]):
+        raise Misfit(misfit)
+    if len(own) == 1:
+        if own[0] != rows:
+            raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
+        if lead and rows == columns:
+            raise Misfit(f"scales {list(scale)} can be per row or per column of {list(shape)}")
+        return Grid(1, max(1, columns), rows, 1)
+    if len(own) != 2:
+        raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
+    if lead and own[1] == 1 and own[0] == columns != 1 and own[0] != rows and own[0] != -(-rows // block[0]):
+        return Grid(max(1, rows), 1, 1, columns)  # Llama 4's down_proj: [experts, columns, 1]
+    down, across = _axis(own[0], rows, block[0]), _axis(own[1], columns, block[1])
+    if down is None or across is None:
+        raise Misfit(misfit)
+    return Grid(down, across, own[0], own[1])
+
+
+def _axis(scales: int, length: int, block: int) -> int | None:
+    """Return the elements per scale along an axis; None if no reading fits."""
+    if scales == -(-length // block):
+        return block
+    if scales == 1:
+        return max(1, length)
+    return 1 if scales == length else None
 
 
 def _has_halves(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]) -> bool:

@@ -396,60 +396,6 @@ def one_scale(shape: tuple[int, ...], *, shared: bool = False) -> Grid:
     return Grid(max(1, rows), max(1, columns), 1, 1, shared=shared)
 
 
-def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
-    """Return the grid of scales of this shape over a tensor, as PyTorch's writers mean it.
-
-    A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
-    broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
-
-    An ``exact`` block comes from the configuration, and contradicts scales per row or column.
-    """
-    rows, columns = (1, 1, *shape)[-2:]
-    if math.prod(scale) == 1:
-        return one_scale(shape, shared=True)
-    lead = shape[:-2]
-    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks: [rows, 1, columns, 1]
-        scale = (scale[0], scale[2])
-    own = scale
-    if lead:
-        experts = math.prod(lead)
-        if scale == lead or (scale[:1] == (experts,) and math.prod(scale) == experts):
-            return one_scale(shape)
-        if scale[: len(lead)] != lead:
-            raise Misfit(f"scales {list(scale)} and codes {list(shape)} have different numbers of experts")
-        own = scale[len(lead) :]
-    expected = -(-rows // block[0]), -(-columns // block[1])
-    misfit = (
-        f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]}: expected "
-        f"{[*lead, *expected]}"
-    )
-    if exact and own not in (expected, (1, 1)) and (own, 1) != (expected[:1], expected[1]):
-        raise Misfit(misfit)
-    if len(own) == 1:
-        if own[0] != rows:
-            raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
-        if lead and rows == columns:
-            raise Misfit(f"scales {list(scale)} can be per row or per column of {list(shape)}")
-        return Grid(1, max(1, columns), rows, 1)
-    if len(own) != 2:
-        raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
-    if lead and own[1] == 1 and own[0] == columns != 1 and own[0] != rows and own[0] != -(-rows // block[0]):
-        return Grid(max(1, rows), 1, 1, columns)  # Llama 4's down_proj: [experts, columns, 1]
-    down, across = _axis(own[0], rows, block[0]), _axis(own[1], columns, block[1])
-    if down is None or across is None:
-        raise Misfit(misfit)
-    return Grid(down, across, own[0], own[1])
-
-
-def _axis(scales: int, length: int, block: int) -> int | None:
-    """Return the elements per scale along an axis; None if no reading fits."""
-    if scales == -(-length // block):
-        return block
-    if scales == 1:
-        return max(1, length)
-    return 1 if scales == length else None
-
-
 # ---- from descriptions in config_groups ----
 
 
