@@ -81,8 +81,7 @@ def make_logical(
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     conv1d = None
     if not in_gguf:
-        if quantization is None:
-            quantization = find_quantization(files, title)
+        quantization = quantization or find_quantization(files, title)
         if _present(CONV1D_SUFFIXES, places):
             conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     rival = None if quantization is None else quantization.rival
@@ -582,8 +581,7 @@ def codes_of(
     """Return the code tensors of open files."""
     if not any(file.table.may_be_packed() or file.table.quantized for file in files):
         return {}
-    if search:
-        quantization = quantization_beside(files[0])
+    quantization = quantization_beside(files[0]) if search else quantization
     stored = stored_of(parts)
     codes = find(stored, quantization, _shards_beside(files[0]) if incomplete and len(files) == 1 else ())
     for name, reason in refused.items():
