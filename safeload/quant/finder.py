@@ -369,8 +369,11 @@ def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[s
         # Beside the codes: X.weight or X, and X.scale. Below the codes: X.weight_scale, X.weight.absmax.
         beside = telling and not last.startswith(_OF_BIAS)
         places = [(f"{module}.weight", last), (module, last)] if beside else []
-        ends = [end for end, character in enumerate(name) if character in "_."][-_MOST_PARTS:]
-        for end in reversed(ends):
+        end = len(name)
+        for _ in range(_MOST_PARTS):
+            end = max(name.rfind("_", 0, end), name.rfind(".", 0, end))
+            if end < 0:
+                break
             rest = name[end + 1 :]
             places.append((name[:end], rest))
             if name[end] == "_" and _is_telling(rest.partition("_")[0].partition(".")[0]):  # X_scale_2 of X.weight
