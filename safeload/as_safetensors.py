@@ -35,7 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(_HELP, end="")
         return 0
-    problem = _problem(arguments)
+    first, problem = arguments[0] if arguments else "", None
+    if not arguments:
+        problem = "no SCRIPT given"
+    elif first.startswith("-") and first != "-" and not first.startswith(("-m", "-c")):
+        problem = f"unknown option {first}; options of Python come before -m {_MODULE}"
+    elif sys.flags.ignore_environment or sys.flags.no_site:
+        problem = "Python's options -I, -E and -S switch off PYTHONPATH or site, which this command needs"
     if problem is not None:
         print(f"{_MODULE}: {problem} (--help shows the usage)", file=sys.stderr)
         return 2
@@ -49,18 +55,6 @@ def main(arguments: Sequence[str]) -> int:
     # Windows cannot replace a process. The program gets Ctrl-C too, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return subprocess.run(command, check=False).returncode
-
-
-def _problem(arguments: Sequence[str]) -> str | None:
-    """Return why the program cannot be run."""
-    if not arguments:
-        return "no SCRIPT given"
-    first = arguments[0]
-    if first.startswith("-") and first != "-" and not first.startswith(("-m", "-c")):
-        return f"unknown option {first}; options of Python come before -m {_MODULE}"
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        return "Python's options -I, -E and -S switch off PYTHONPATH or site, which this command needs"
-    return None
 
 
 def _python_options(count: int) -> list[str]:

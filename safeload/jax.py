@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
-from .core import resident, safetensors
+from .core import resident, runtime, safetensors
 from .core.arrays import Array as NumpyArray
 from .core.arrays import as_array
 from .core.load import parse_target
@@ -21,7 +21,6 @@ from .core.opening import Paths
 from .core.paths import PathLike
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
-from .core.runtime import imported
 from .errors import public
 
 if TYPE_CHECKING:
@@ -89,10 +88,9 @@ def load_file(
     parse_target(dtype)  # refuses other dtypes before anything is opened
     everything = names is None and dtype is None and threads is None and progress is None
     if everything and sharding is None and backend in ("mmap", "pread"):
-        opened = resident.load_or_open(filename, backend, _FOLDERS)
-        if isinstance(opened, resident.Resident):
-            return jax_arrays.copied(opened.arrays)
-        file = opened
+        file = resident.load_or_open(filename, backend, _FOLDERS)
+        if isinstance(file, resident.Resident):
+            return jax_arrays.copied(file.arrays)
     else:
         file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
@@ -287,7 +285,7 @@ def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
 
 
 def __getattr__(name: str) -> Any:
-    return imported(globals(), _LATER, name)
+    return runtime.imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .core import dtypes, resident, safetensors
+from .core import dtypes, resident, runtime, safetensors
 from .core.arrays import check_mapping
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
@@ -19,7 +19,6 @@ from .core.opening import Paths
 from .core.paths import PathLike, native_path
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
-from .core.runtime import SHARED, imported
 from .core.tensors import entries_of
 from .core.text import clip, printable, show
 from .errors import public
@@ -37,7 +36,7 @@ __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_f
 
 # Further names that other libraries import from safetensors.torch.
 _LATER = {
-    **SHARED,
+    **runtime.SHARED,
     "_SIZE": ("frameworks.torch_arrays", "SIZES"),
     "_TYPES": ("frameworks.torch_arrays", "TYPES"),
     "_evaluate_tensors_for_save": ("frameworks.torch_arrays", "check_tensors_apart"),
@@ -146,10 +145,8 @@ def load_file(
         tensors = safetensors.chosen(file, names, dtype, "load_file")
         if place is None:
             arrays, _ = load_tensors(tensors, backend=backend, dtype=dtype, threads=threads, progress=progress)
-            raw = None
-            if dtype is None and dtypes.holds_packed(file.table.numbers):
-                raw = torch_arrays.raw_of(tensors)
-            return torch_arrays.from_arrays(arrays, raw)
+            packed = dtype is None and dtypes.holds_packed(file.table.numbers)
+            return torch_arrays.from_arrays(arrays, torch_arrays.raw_of(tensors) if packed else None)
         entries = entries_of(tensors, parse_target(dtype))
         if place.type == "meta":
             return torch_arrays.without_data(entries)
@@ -241,12 +238,11 @@ def _load_selected(
     """
     from .adapters.merge import load_merged
     from .core.checkpoint import tensors_of
-    from .frameworks import torch_arrays, torch_devices
-    from .frameworks.checkpoints import selecting
+    from .frameworks import checkpoints, torch_arrays, torch_devices
 
     place = torch_arrays.device_of(device)
     check_backend(backend)
-    with selecting(path, **selection) as selected:
+    with checkpoints.selecting(path, **selection) as selected:
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
         checkpoint, merge, names, groups = selected
@@ -483,7 +479,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    return imported(globals(), _LATER, name)
+    return runtime.imported(globals(), _LATER, name)
 
 
 def __dir__() -> list[str]:

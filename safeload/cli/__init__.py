@@ -11,13 +11,13 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ..core.text import printable, similar
 from ..errors import NoMatchError, SafeloadError
 from .common import STANDARD, complain, log_to_stderr, plain, storage_options
-from .parsers import COMMANDS, Parsers
+from .parsers import COMMANDS, command_parser, top_parser
 
 # Commands for words that people try.
 _INSTEAD = {
@@ -51,20 +51,25 @@ _INSTEAD = {
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line that starts with a command or, for `info`, with a path."""
-    parsers = Parsers()
+    top = top_parser()
     if not arguments:
-        parsers.top.print_help(sys.stderr)
-        parsers.top.exit(2)
+        top.print_help(sys.stderr)
+        top.exit(2)
     place = next(
         (k for k, word in enumerate(arguments) if not word.startswith("-") or word == STANDARD), len(arguments)
     )
     word = arguments[place] if place < len(arguments) else ""
-    if word not in COMMANDS and _is_path(word):
-        return _options(parsers.command("info"), arguments)
-    before = parsers.top.parse_args(arguments[:place])
+    is_path = word == STANDARD or os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
+    if is_path and word not in COMMANDS:
+        return _options(command_parser("info"), arguments)
+    before = top.parse_args(arguments[:place])
+    if not word:
+        top.error("which command?")
     if word not in COMMANDS:
-        parsers.top.error(_unknown(word) if word else "which command?")
-    options = _options(parsers.command(word), arguments[place + 1 :])
+        instead = _INSTEAD.get(word.lower())
+        advice = f", use: safeload {instead}" if instead else _near(word, list(COMMANDS))
+        top.error(f"unknown command {word!r}{advice or ', expected one of ' + ', '.join(COMMANDS)}")
+    options = _options(command_parser(word), arguments[place + 1 :])
     return argparse.Namespace(**{**vars(before), **vars(options)})
 
 
@@ -80,35 +85,9 @@ def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpa
     return options
 
 
-def _is_path(word: str) -> bool:
-    """True if a word that is not a command exists as a path or looks like a path."""
-    return word == STANDARD or os.path.lexists(word) or any(mark in word for mark in (os.sep, "/", ".", "*"))
-
-
-def _unknown(word: str) -> str:
-    if instead := _INSTEAD.get(word.lower()):
-        return f"unknown command {word!r}, use: safeload {instead}"
-    near = _near(word, list(COMMANDS))
-    return f"unknown command {word!r}{near or ', expected one of ' + ', '.join(COMMANDS)}"
-
-
 def _near(word: str, names: Sequence[str]) -> str:
     close = similar(word, names)
     return f", did you mean {close[0]!r}?" if close else ""
-
-
-@contextmanager
-def _streams() -> Iterator[None]:
-    """Replace a missing stdout or stderr (daemons, pythonw, ``>&-``) by the null device."""
-    # Otherwise `print` to a missing stderr goes to stdout, and the next opened file becomes stdout's descriptor.
-    with ExitStack() as stack:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is None or getattr(stream, "closed", False):
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.callback(setattr, sys, name, stream)
-                setattr(sys, name, nowhere)
-        yield
 
 
 _INTERRUPTED = 130  # the exit status of a shell for SIGINT
@@ -117,52 +96,44 @@ _INTERRUPTED = 130  # the exit status of a shell for SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     try:
-        with _streams():
-            return _main(arguments)
+        with ExitStack() as stack:
+            # Replace missing streams (daemons, pythonw, ``>&-``) by the null device: otherwise `print` to a missing
+            # stderr goes to stdout, and the next opened file becomes stdout's descriptor.
+            for name in ("stdout", "stderr"):
+                stream = getattr(sys, name)
+                if stream is None or getattr(stream, "closed", False):
+                    nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                    stack.callback(setattr, sys, name, stream)
+                    setattr(sys, name, nowhere)
+            return _main(arguments, stack)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-_ENDING_SIGNALS = ("SIGTERM", "SIGHUP")  # kill, and a terminal or connection that closes
-
-
-def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)  # the exit status of a shell
-
-
-def _main(arguments: Sequence[str] | None) -> int:
+def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
     codecs.register_error("safeload", plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal may be unable to encode a name
             stream.reconfigure(errors="safeload")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    interrupts: list[int] = []
     if arguments is not None:
-        return _run(options, [])
-    for name in _ENDING_SIGNALS:
+        return _run(options, interrupts)
+    for name in ("SIGTERM", "SIGHUP"):  # kill, and a terminal or connection that closes
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _stop)  # remove a half-written file, as Ctrl-C does
-    with _interruptible() as interrupts:
-        return _run(options, interrupts)
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Make Ctrl-C a KeyboardInterrupt if `__main__` lets it end the process; the list gets an item for each."""
-    interrupts: list[int] = []
+            # Remove a half-written file, as Ctrl-C does; the exit status is a shell's.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
     def interrupt(number: int, frame: object) -> None:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
-        yield interrupts
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler prints a traceback at exit
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `__main__` lets Ctrl-C end the process
+        signal.signal(signal.SIGINT, interrupt)
+        # At the end again, because Python's own handler prints a traceback at exit.
+        stack.callback(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return _run(options, interrupts)
 
 
 def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:

@@ -10,8 +10,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..core.names import natural_key
-from ..core.packing import SCHEMES
+from ..core import names, packing
 from ..core.text import plural, printable, size
 from ..errors import FormatError
 from ..remote.url import is_url
@@ -89,8 +88,8 @@ def check(options: argparse.Namespace) -> int:
     written, output = options.write_manifest, None
     if written is not None:
         common.refuse(written, "--write-manifest needs a file")
-        replaces = {"overwrite": options.overwrite, "sources": (options.path, options.config)}
-        output = Output("--write-manifest", written, "manifest", is_manifest, **replaces)
+        sources = options.path, options.config
+        output = Output("--write-manifest", written, "manifest", is_manifest, options.overwrite, sources)
         output.check()
     limits = common.given(options, "parameters scale absmax")
     if options.range is not None:
@@ -148,8 +147,7 @@ def _manifest(
         from ..core.memory import thread_count
         from ..trust.verify import digests_of
 
-        threads = thread_count(1 << 40, options.threads)
-        current["files"] = digests_of(options.path, threads, options.write_manifest)
+        current["files"] = digests_of(options.path, thread_count(1 << 40, options.threads), options.write_manifest)
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
@@ -176,14 +174,13 @@ _STATS_ROWS = 100  # on a terminal
 )
 def stats(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.path``."""
-    from .. import stats
-    from ..checking.stats import lines_of
+    from ..checking.stats import lines_of, stats
 
     with common.open_path(options.path, options) as opened, common.running(options, "stats") as how:
         results = stats(opened, **common.given(options, "histogram only drop"), **how)
     rows = list(results.items())
     if options.sort == "name":
-        rows.sort(key=lambda row: natural_key(row[0]))
+        rows.sort(key=lambda row: names.natural_key(row[0]))
     elif options.sort is not None:
         values = ((name, getattr(statistics, options.sort)) for name, statistics in rows)
         order = {name: math.inf if math.isnan(value) else -value for name, value in values}
@@ -273,9 +270,9 @@ def diff(options: argparse.Namespace) -> int:
     argument(
         "--quantize",
         "SCHEME",
-        f"also show the quantization error of each tensor: {', '.join(SCHEMES)}",
+        f"also show the quantization error of each tensor: {', '.join(packing.SCHEMES)}",
         type=str.lower,
-        choices=tuple(SCHEMES),
+        choices=tuple(packing.SCHEMES),
     ),
     argument(
         "--no-digest",
@@ -297,8 +294,7 @@ def report(options: argparse.Namespace) -> int:
     to_stdout = options.output == common.STANDARD
     if to_stdout and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
-    overwrite = options.overwrite
-    output = Output("--output", options.output, "report", is_page, overwrite=overwrite, sources=[options.path])
+    output = Output("--output", options.output, "report", is_page, options.overwrite, [options.path])
     if not to_stdout:
         output.check()
     with common.read_again(options.path) as path:

@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..core.runtime import NAME
-from ..core.showing import terminal_columns, terminal_rows
+from ..core import runtime, showing
 from ..core.text import is_terminal, printable, show
 from ..errors import FormatError, SafeloadError, one_line
 
@@ -26,8 +25,9 @@ if TYPE_CHECKING:
 # False if the shell leaves patterns such as *.safetensors to the program.
 SHELL_EXPANDS = os.name != "nt"
 
-# The path of stdin and of stdout.
+# The path of stdin and of stdout, and advice for messages.
 STANDARD = "-"
+_OTHER = f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
 # The name of stdin in output and messages.
 STDIN = "<stdin>"
 # Files of the system that stand for stdin. If it is a pipe, weights cannot be mapped through them.
@@ -117,9 +117,9 @@ def source(path: Any) -> Any:
     if not is_stdin(path):
         return path
     if sys.stdin is None or sys.stdin.closed:
-        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_other()}")
+        raise ValueError(f"{STANDARD} reads stdin, which is closed; {_OTHER}")
     if sys.stdin.isatty():
-        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_other()}")
+        raise ValueError(f"{STANDARD} reads stdin, which is a terminal; redirect a file or a pipe to it, or {_OTHER}")
     return sys.stdin.buffer
 
 
@@ -164,11 +164,7 @@ def check_once(paths: Sequence[str]) -> None:
 def refuse(path: str | None, what: str) -> None:
     """Refuse "-" for a command that needs a file; ``what`` begins the message."""
     if is_stdin(path):
-        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_other()}" if path == STANDARD else ""))
-
-
-def _other() -> str:
-    return f"for a file of this name pass {show(os.path.join(os.curdir, STANDARD))}"
+        raise ValueError(f"{what}, not {path} for a stream" + (f"; {_OTHER}" if path == STANDARD else ""))
 
 
 def _descriptor(stream: Any) -> int:
@@ -190,7 +186,7 @@ def _is_file(stream: Any) -> bool:
 def binary_stdout() -> Iterator[BinaryIO]:
     """Yield stdout for binary data, and flush it at the end."""
     if getattr(sys.stdout, "name", None) == os.devnull:  # `main` has replaced a closed stream
-        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_other()}")
+        raise ValueError(f"{STANDARD} writes to stdout, which is closed; {_OTHER}")
     if sys.stdout.isatty():
         raise ValueError(
             f"{STANDARD} writes binary data to stdout, which is a terminal; redirect it, such as > model.safetensors"
@@ -215,7 +211,7 @@ def write_to_stdout(text: str) -> int:
 def most_rows(options: argparse.Namespace, rows: int) -> int | None:
     """Return the row limit, ``rows`` by default, or None for all rows. Without a terminal there is no default limit."""
     limit: int | None = options.limit
-    return limit if limit is not None or options.all else terminal_rows(rows)
+    return limit if limit is not None or options.all else showing.terminal_rows(rows)
 
 
 def hint(options: argparse.Namespace) -> str:
@@ -288,7 +284,7 @@ def in_options(text: str) -> str:
 
 # ---- the terminal ----
 
-columns = terminal_columns
+columns = showing.terminal_columns
 
 # How messages of `FileExistsError` begin.
 _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
@@ -327,7 +323,7 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
         def format(self, record: logging.LogRecord) -> str:
             return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
 
-    logger, handler = logging.getLogger(NAME), logging.StreamHandler(sys.stderr)
+    logger, handler = logging.getLogger(runtime.NAME), logging.StreamHandler(sys.stderr)
     handler.setFormatter(Escaped())
     handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
     level = logger.level
@@ -411,8 +407,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     option = f"--dask {printable(scheduler)}"
 
     async def check() -> None:  # first, because a failing `Client` takes 20 seconds to end
-        how: dict[str, Any] = Security().get_connection_args("client")
-        await (await comm.connect(scheduler, timeout=_TIMEOUT, **how)).close()
+        await (await comm.connect(scheduler, timeout=_TIMEOUT, **Security().get_connection_args("client"))).close()
 
     try:
         asyncio.run(check())
@@ -420,10 +415,9 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{option}: {error}") from None
-    if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
+    if not logging.getLogger(runtime.NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    lost = (CancelledError, getattr(client, "ClosedClientError", CancelledError))  # releases of 2023 have no such class
     try:
         with Client(scheduler, timeout=_TIMEOUT, set_as_default=False) as executor:
             if not executor.scheduler_info()["workers"]:
@@ -439,7 +433,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
             yield executor  # not its get_executor(): its future of a piece fails if the worker with the result dies
     except KilledWorker as error:
         raise SafeloadError(f"{option}: one piece killed several workers: {error}") from None
-    except lost:
+    except (CancelledError, getattr(client, "ClosedClientError", CancelledError)):  # releases of 2023 lack the class
         raise SafeloadError(f"{option}: the connection to the scheduler was lost") from None
     except ImportError as error:
         raise SafeloadError(f"{option}: {error}; {_ON_WORKERS}") from None

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from .parsers import COMMANDS, SUGGESTED, Parsers, argument, command
+from .parsers import COMMANDS, SUGGESTED, argument, command, command_parser, top_parser
 
 # The options of each command, and the values of its only positional argument or "", which stands for paths. The key ""
 # has the options before a command, and the commands.
@@ -14,9 +14,9 @@ _Tree: TypeAlias = Mapping[str, tuple[list[Any], str]]
 
 
 def _tree() -> _Tree:
-    parsers, tree = Parsers(), {}
+    tree = {}
     for name in ("", *COMMANDS):
-        actions = (parsers.command(name) if name else parsers.top)._actions  # argparse has no public way to list them
+        actions = (command_parser(name) if name else top_parser())._actions  # argparse has no public way to list them
         positional = [action for action in actions if not action.option_strings]
         words = " ".join(COMMANDS) if not name else _values(positional[0]) if len(positional) == 1 else ""
         tree[name] = [action for action in actions if action.option_strings], words

@@ -9,9 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..conversion.destinations import is_folder, refuse_inputs, where
-from ..core.load import targets
-from ..core.packing import ENGINE_FORMATS, SCHEMES
-from ..core.registry import SUFFIXES, WRITTEN, WrittenNames
+from ..core import load, packing, registry
 from ..core.text import show
 from ..formats.mixtures import mixtures
 from ..models.layout import Layout, built_in
@@ -29,7 +27,7 @@ _ALL = "*"  # the pattern of a scheme for all matrices
 
 @command(
     "Write the tensors and metadata of files or folders in another format, dtype or layout, in the memory of the "
-    f"largest tensor. The suffix of the destination selects the format: {', '.join(SUFFIXES)}.",
+    f"largest tensor. The suffix of the destination selects the format: {', '.join(registry.SUFFIXES)}.",
     """examples:
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
@@ -65,14 +63,14 @@ continue.""",
         "DESTINATION",
         "a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
     ),
-    argument("--dtype", None, 'dtype for floating tensors, such as "float32" or "BF16"', suggested=targets),
+    argument("--dtype", None, 'dtype for floating tensors, such as "float32" or "BF16"', suggested=load.targets),
     argument(
         "--quantize",
         "[PATTERN=]SCHEME",
         "quantize matrices, or only matrices with matching names; may be repeated, the first match wins: "
-        f"{', '.join(SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. For "
-        f"a folder also the formats of engines: {', '.join(ENGINE_FORMATS)}",
-        suggested=lambda: (*SCHEMES, *mixtures(), *presets()),
+        f"{', '.join(packing.SCHEMES)}, or none. For a .gguf file also llama.cpp's mixtures: {', '.join(mixtures())}. "
+        f"For a folder also the formats of engines: {', '.join(packing.ENGINE_FORMATS)}",
+        suggested=lambda: (*packing.SCHEMES, *mixtures(), *presets()),
         action="append",
     ),
     argument(
@@ -95,9 +93,9 @@ continue.""",
     argument(
         "--format",
         "NAME",
-        f"output format, whatever the suffix: {', '.join(WRITTEN)}",
+        f"output format, whatever the suffix: {', '.join(registry.WRITTEN)}",
         type=str.lower,
-        choices=WrittenNames(WRITTEN),
+        choices=registry.WrittenNames(registry.WRITTEN),
     ),
     argument(
         "--max-shard-size", "SIZE", 'write a folder of shards of at most this size, such as "500MB"; default: 5GB'
@@ -120,12 +118,10 @@ def convert(options: argparse.Namespace) -> int:
     common.check_once(options.source)
     to_stdout = options.destination == common.STANDARD
     sharded = options.max_shard_size is not None or is_url(options.destination)
-    for option in ("resume", "dask", "max_shard_size"):
-        if not getattr(options, option):
-            continue
-        if to_stdout or not (sharded or is_folder(where(options.destination), options.format)):
-            spelled = option.replace("_", "-")
-            raise ValueError(f"--{spelled} needs a folder as destination, got {show(options.destination)}")
+    passed = [name for name in ("resume", "dask", "max_shard_size") if getattr(options, name)]
+    if passed and (to_stdout or not (sharded or is_folder(where(options.destination), options.format))):
+        option = passed[0].replace("_", "-")
+        raise ValueError(f"--{option} needs a folder as destination, got {show(options.destination)}")
     if to_stdout:
         if options.json:
             raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")

@@ -52,8 +52,7 @@ file is the old one or the new one; if safeload reports an interrupted edit, run
 )
 def edit(options: argparse.Namespace) -> int:
     """Edit ``options.path`` in place."""
-    from .. import edit
-    from ..editing.edit import recover_edit
+    from ..editing.edit import edit, recover_edit
 
     common.refuse(options.path, "edit changes files")
     changes = len(options.metadata) + len(options.rename) + len(options.drop)

@@ -7,22 +7,15 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
-from ..core.arrays import Array
-from ..core.load import targets
-from ..core.runtime import paused
-from ..core.showing import plain, width
+from ..core import arrays, dtypes, load, runtime, showing
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
-
-if TYPE_CHECKING:
-    from ..checking.info import Info
 
 # The rows that a terminal shows at most of a listing.
 _ROWS = 100
@@ -87,19 +80,31 @@ def info(options: argparse.Namespace) -> int:
 
 
 def _show(path: str, options: argparse.Namespace) -> int:
-    from ..checking.info import describe, lines, misfits, title_of
+    """Print a listing or an object: on one line if there are several paths, else with a line for each tensor."""
+    from ..checking.info import describe, lines, misfits, rows_of, title_of
 
+    shown, is_only = common.shown(path), len(options.paths) == 1
     with common.open_path(path, options) as opened:
         same = common.given(options, "only drop base storage_options")
         memory = options.memory or options.json  # JSON always has the memory
-        info = describe(common.shown(path), opened, memory=memory, **same)
+        info = describe(shown, opened, memory=memory, **same)
     if options.json:
-        with paused(len(info.tensors)):
-            _print_info(info, options)
+        with runtime.paused(len(info.tensors)):
+            whole = info.to_dict()
+            tensors = whole.pop("tensors")
+            if options.sort:
+                by_name = {tensor["name"]: tensor for tensor in tensors}
+                rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
+                tensors = [by_name[row.name] for row in rows]
+            tensors = tensors[: options.limit]
+            if is_only:
+                _print_object(whole, "tensors", tensors)
+            else:
+                print(json.dumps({**whole, "tensors": tensors}))
     else:
         listing = lines(
             info,
-            title_of(common.shown(path)) if len(options.paths) == 1 else common.shown(path),
+            title_of(shown) if is_only else shown,
             columns=common.columns(),
             rows=common.most_rows(options, _ROWS),
             hint=common.hint(options),
@@ -109,23 +114,6 @@ def _show(path: str, options: argparse.Namespace) -> int:
         )
         common.print_lines(listing)
     return int(misfits(info.adapter))
-
-
-def _print_info(info: Info, options: argparse.Namespace) -> None:
-    """Print an object, on one line if there are several paths, else with a line for each tensor."""
-    whole = info.to_dict()
-    tensors = whole.pop("tensors")
-    if options.sort:
-        from ..checking.info import rows_of
-
-        by_name = {tensor["name"]: tensor for tensor in tensors}
-        rows = rows_of([*info.tensors.values()], alone=True, sort=options.sort)
-        tensors = [by_name[row.name] for row in rows]
-    tensors = tensors[: options.limit]
-    if len(options.paths) > 1:
-        print(json.dumps({**whole, "tensors": tensors}))
-    else:
-        _print_object(whole, "tensors", tensors)
 
 
 def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
@@ -142,18 +130,13 @@ def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
 
 
 def _rows_of(text: str) -> slice:
-    """Parse rows, for argparse."""
-    parts = text.split(":")
+    first, colon, last = text.partition(":")
     try:
-        numbers = [int(part) if part.strip() else None for part in parts]
+        if colon:
+            return slice(*(int(bound) if bound.strip() else None for bound in (first, last)))
+        row = int(first)
     except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or numbers == [None]:
-        raise argparse.ArgumentTypeError(f"expected A:B or A, such as 0:10, got {printable(text)}")
-    if len(numbers) == 2:
-        return slice(*numbers)
-    (row,) = numbers
-    assert row is not None
+        raise argparse.ArgumentTypeError(f"expected A:B or A, such as 0:10, got {printable(text)}") from None
     return slice(row, row + 1 if row != -1 else None)
 
 
@@ -178,7 +161,7 @@ line for each row, and an empty line between matrices.""",
         "numbers count from the end (--rows=-5:)",
         type=_rows_of,
     ),
-    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=targets),
+    argument("--dtype", None, 'convert floating values first, to a dtype such as "float32"', suggested=load.targets),
     flag("--all", "print every value on a terminal, too"),
     *OPENING,
     JSON,
@@ -194,8 +177,16 @@ def get(options: argparse.Namespace) -> int:
             tensor = opened.get_slice(info.name, dtype=options.dtype)
         rows = _range(tensor.shape, options.rows, info.name)
         if options.json:
-            chosen = {} if options.rows is None else {"rows": [rows.start, rows.stop]}
-            _print_tensor(info.name, tensor, rows, chosen)
+            shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
+            head: dict[str, Any] = {"name": info.name, "dtype": dtypes.shown(tensor.dtype), "shape": shape}
+            if options.rows is not None:
+                head["rows"] = [rows.start, rows.stop]
+            if tensor.shape:
+                lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
+                _print_object(head, "values", lines)
+            else:
+                value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
+                print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
         elif common.columns() is None:
             _print_all(tensor, rows)
         else:
@@ -220,7 +211,7 @@ def _range(shape: tuple[int, ...], rows: slice | None, name: str) -> range:
     return range(selected.start, max(selected.start, selected.stop))
 
 
-def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
+def _blocks(tensor: Any, rows: range) -> Iterator[arrays.Array]:
     """Yield the rows of a tensor in blocks of bounded size."""
     if not tensor.shape:
         yield np.asarray(tensor[...]).reshape(1)
@@ -230,7 +221,7 @@ def _blocks(tensor: Any, rows: range) -> Iterator[Array]:
         yield tensor[start : min(start + step, rows.stop)]
 
 
-def _numbers(values: Array) -> Array:
+def _numbers(values: arrays.Array) -> arrays.Array:
     """Return values of a dtype that prints the shortest exact decimals: ml_dtypes rounds to six digits."""
     row = dtypes.row_of(values.dtype)
     return values.astype(np.float32) if row is not None and row.floating and row.bits < 32 else values
@@ -239,9 +230,7 @@ def _numbers(values: Array) -> Array:
 def _print_all(tensor: Any, rows: range) -> None:
     """Print a line for each row along the last axis, and an empty line before each further matrix."""
     begin = True
-    for block in _blocks(tensor, rows):
-        if not block.size:
-            continue
+    for block in (block for block in _blocks(tensor, rows) if block.size):
         shape = (1, block.size, 1) if block.ndim == 1 else (-1, *block.shape[-2:])
         for matrix in _numbers(block.reshape(shape)):
             text = "\n".join(" ".join(map(str, line)) for line in matrix)
@@ -260,24 +249,12 @@ def _abbreviated(tensor: Any, rows: range) -> str:
         values, threshold = np.concatenate(ends), 0
     else:
         values = tensor[rows.start : rows.stop]
-    return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=width())
+    return np.array2string(_numbers(values), threshold=threshold, edgeitems=_EDGE, max_line_width=showing.width())
 
 
-def _print_tensor(name: str, tensor: Any, rows: range, chosen: dict[str, Any]) -> None:
-    """Print an object, with a line for each row."""
-    shape = [len(rows), *tensor.shape[1:]] if tensor.shape else []
-    head = {"name": name, "dtype": dtypes.shown(tensor.dtype), "shape": shape, **chosen}
-    if tensor.shape:
-        lines = (_plain(np.asarray(row)) for block in _blocks(tensor, rows) for row in _numbers(block))
-        _print_object(head, "values", lines)
-    else:
-        value = json.dumps(_plain(_numbers(np.asarray(tensor[...]))))
-        print(f'{json.dumps(head, indent=1)[:-2]},\n "values": {value}\n}}')
-
-
-def _plain(values: Array) -> Any:
+def _plain(values: arrays.Array) -> Any:
     """Return an array as lists for JSON: complex numbers as pairs, NaN and infinity as text."""
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
     finite = values.dtype.kind != "f" or bool(np.isfinite(values).all())
-    return values.tolist() if finite else plain(values, lossless=True)
+    return values.tolist() if finite else showing.plain(values, lossless=True)

@@ -163,8 +163,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Help with the paragraphs around the options wrapped to the terminal; lists below a heading stay unchanged."""
 
     def _fill_text(self, text: str, width_without_margin: int, indent: str) -> str:
-        parts = text.split("\n\n")
-        return "\n\n".join(part if ":\n  " in part else textwrap.fill(part, width()) for part in parts)
+        return "\n\n".join(part if ":\n  " in part else textwrap.fill(part, width()) for part in text.split("\n\n"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -179,15 +178,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(self.get_default("wrong_usage"), f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-class Parsers:
-    """The parser of the options before the command, and a parser for each command."""
-
-    def __init__(self) -> None:
-        self.top = _Parser(
-            prog="safeload",
-            usage="safeload [-h] [--version] [-v] COMMAND ...",
-            description="Inspect, check, compare and convert model weight files.",
-            epilog=f"""{_listed()}
+def top_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options before the command."""
+    listed: dict[str, str] = {}  # commands by heading
+    for name, (_, heading, text) in COMMANDS.items():
+        if heading is not None:
+            listed[heading] = listed.get(heading, f"{heading}:") + f"\n  {name:<10} {text}"
+    commands = "\n\n".join(listed.values())
+    parser = _Parser(
+        prog="safeload",
+        usage="safeload [-h] [--version] [-v] COMMAND ...",
+        description="Inspect, check, compare and convert model weight files.",
+        epilog=f"""{commands}
 
 examples:
   safeload info model.safetensors
@@ -200,27 +202,18 @@ examples:
   safeload ls
 
 Run `safeload COMMAND --help` for details. `safeload PATH` means `safeload info PATH`.""",
-        )
-        self.top.add_argument("--version", action="version", version=f"safeload {__version__}")
-        _add_verbose(self.top)
-        self._commands: dict[str, _Parser] = {}
-
-    def command(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of a command, and import its module."""
-        if name not in self._commands:
-            self._commands[name] = parser = _Parser(prog=f"safeload {name}")
-            _add_verbose(parser)
-            getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
-        return self._commands[name]
+    )
+    parser.add_argument("--version", action="version", version=f"safeload {__version__}")
+    _add_verbose(parser)
+    return parser
 
 
-def _listed() -> str:
-    """Return the list of commands below their headings."""
-    headings: dict[str, str] = {}
-    for name, (_, heading, text) in COMMANDS.items():
-        if heading is not None:
-            headings[heading] = headings.get(heading, f"{heading}:") + f"\n  {name:<10} {text}"
-    return "\n\n".join(headings.values())
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, and import its module."""
+    parser = _Parser(prog=f"safeload {name}")
+    _add_verbose(parser)
+    getattr(import_module(f".{COMMANDS[name][0]}", __package__), name)(parser)
+    return parser
 
 
 def _add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._version import __version__
-from ..core.forking import ProcessLock
-from ..core.runtime import PACKAGE, imported, is_absent
+from ..core import forking, runtime
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -29,7 +27,7 @@ _NAME = "safetensors"
 _VERSION = "0.8.0"  # the release of safetensors that safeload follows
 _PACKAGE = __name__.partition(".")[0]
 
-_NAMES = {**PACKAGE, "safe_open": ("compat.safe_open", "AliasSafeOpen")}
+_NAMES = {**runtime.PACKAGE, "safe_open": ("compat.safe_open", "AliasSafeOpen")}
 _COMPILED = "_safetensors_rust"  # the module from which the package has its names
 # safeload's module for a module of safetensors, and the framework that safetensors imports there.
 _COUNTERPARTS = {"numpy": ("numpy", "numpy"), "torch": ("torch", "torch"), "flax": ("jax", "jax")}
@@ -70,18 +68,17 @@ class Finder:
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
-            if is_absent(framework):
+            if runtime.is_absent(framework):
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
-        namespace: dict[str, Any] = {
-            "__doc__": f"safeload in the place of safetensors {_VERSION}.",
-            "__version__": _VERSION,
-            "__getattr__": partial(imported, vars(module), _NAMES),
-            "__dir__": lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
-            "__all__": [name for name in _NAMES if not name.startswith("_")],
-        }
-        vars(module).update(namespace)
+        vars(module).update(
+            __doc__=f"safeload in the place of safetensors {_VERSION}.",
+            __version__=_VERSION,
+            __getattr__=partial(runtime.imported, vars(module), _NAMES),
+            __dir__=lambda: sorted({*_NAMES, *vars(module)} - {"__getattr__", "__dir__", "__all__"}),
+            __all__=[name for name in _NAMES if not name.startswith("_")],
+        )
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution in which `importlib.metadata` finds the version that clients ask for."""
@@ -91,7 +88,6 @@ class Finder:
 
 
 def _distribution() -> Distribution:
-    """Return a distribution of safetensors without files."""
     from importlib.metadata import Distribution  # only here: it takes milliseconds
     from pathlib import Path
 
@@ -125,7 +121,7 @@ def working_finder() -> Finder:
     """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.core.native")
     for name in ("numpy", "ml_dtypes"):
-        if is_absent(name):
+        if runtime.is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return Finder()
 
@@ -141,9 +137,8 @@ def real_compiled_module() -> ModuleType | None:
 
 
 # The changes of `install_as_safetensors`, each with the number of calls that want it and the function that undoes it.
-_lock = ProcessLock()
-_calls: Counter[Callable[[], Callable[[], None]]] = Counter()
-_undo: dict[Callable[[], Callable[[], None]], Callable[[], None]] = {}
+_lock = forking.ProcessLock()
+_changes: dict[Callable[[], Callable[[], None]], tuple[int, Callable[[], None]]] = {}
 
 
 def _import_safeload() -> Callable[[], None]:
@@ -161,8 +156,7 @@ def _import_safeload() -> Callable[[], None]:
 
 def _take_modules() -> dict[str, ModuleType]:
     """Remove the modules of safetensors from `sys.modules` and return them."""
-    names = [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == _NAME}
 
 
 def path_with_shim(*folders: str) -> str:
@@ -174,7 +168,6 @@ def path_with_shim(*folders: str) -> str:
 
 
 def _start_with_shim() -> Callable[[], None]:
-    """Put the shim on PYTHONPATH."""
     before, after = os.environ.get("PYTHONPATH"), path_with_shim()
     os.environ["PYTHONPATH"] = after
 
@@ -227,16 +220,17 @@ def install_as_safetensors(subprocesses: bool = False) -> Callable[[], None]:
     changes = [_import_safeload, _start_with_shim] if subprocesses else [_import_safeload]
     with _lock.own:
         for change in changes:
-            if not _calls[change]:
-                _undo[change] = change()
-            _calls[change] += 1
+            calls, undo_change = _changes.get(change) or (0, change())
+            _changes[change] = calls + 1, undo_change
 
     def undo() -> None:
         with _lock.own:
             while changes:
                 change = changes.pop()
-                _calls[change] -= 1
-                if not _calls[change]:
-                    _undo.pop(change)()
+                calls, undo_change = _changes.pop(change)
+                if calls > 1:
+                    _changes[change] = calls - 1, undo_change
+                else:
+                    undo_change()
 
     return undo

@@ -11,16 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..core import dtypes, safetensors
+from ..core import dtypes, memory, safetensors, store, thread_group
 from ..core.arrays import Array
 from ..core.load import VIEWED_FROM, load_tensors, parse_target
-from ..core.memory import check_backend
 from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
-from ..core.store import check_unchanged
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
-from ..core.thread_group import Prefetch, Task
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, public
 from .serialize import TensorMeta
@@ -70,7 +67,7 @@ class SafeSlice:
     @classmethod
     @public
     def _reopen(cls, path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
-        check_unchanged(path, seen)
+        store.check_unchanged(path, seen)
         file = safetensors.open_file(path)
         file.check_identity(seen)
         return cls(file, file.table.index(name), handle)
@@ -108,9 +105,8 @@ class SafeSlice:
 
     @public
     def __getitem__(self, index: Any) -> Any:
-        if self._handle is not None:
-            return self._handle.item(self._file, self._index, index, self._array)
-        return self._array(index)
+        handle = self._handle
+        return self._array(index) if handle is None else handle.item(self._file, self._index, index, self._array)
 
     def _array(self, index: Any) -> Array:
         if isinstance(index, list):
@@ -127,14 +123,11 @@ class SafeSlice:
 
 def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Raise the errors of safetensors, with its messages and in its order: from the last axis to the first."""
-    if any(item is None for item in items) or sum(item is Ellipsis for item in items) > 1:
+    rest = [slice(None)] * (len(shape) + 1 - len(items))  # in the place of an ellipsis
+    indices = [index for item in items for index in (rest if item is Ellipsis else [item])]
+    basic = all(isinstance(item, slice) or as_index(item) is not None for item in indices)
+    if not basic or sum(item is Ellipsis for item in items) > 1:
         return  # NumPy's rules apply
-    indices = [item for item in items if item is not Ellipsis]
-    ellipsis = next((k for k, item in enumerate(items) if item is Ellipsis), len(items))
-    if ellipsis < len(items):
-        indices[ellipsis:ellipsis] = [slice(None)] * (len(shape) - len(indices))
-    if not all(isinstance(item, slice) or as_index(item) is not None for item in indices):
-        return
     during = f"Error during slicing [{', '.join(map(_show, indices))}] with shape {list(shape)}"
     if len(indices) > len(shape):
         raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
@@ -191,8 +184,8 @@ class PrefetchLoader:
         self._lock = threading.Lock()  # of the thread that takes arrivals
         self._closed = False
         # The last task finds the end, where the iterator waits for its copies.
-        steps = (Task(0, lambda: next(arrivals, None)) for _ in range(len(names) + 1))
-        self._arriving: Prefetch[tuple[str, Any, Callable[[], object]] | None] = Prefetch(steps, 0)
+        steps = (thread_group.Task(0, lambda: next(arrivals, None)) for _ in range(len(names) + 1))
+        self._arriving = thread_group.Prefetch[tuple[str, Any, Callable[[], object]] | None](steps, 0)
         self._arriving.start()
 
     def names(self) -> list[str]:
@@ -234,8 +227,7 @@ class PrefetchLoader:
                 self._check_open()  # closed while this thread waited
                 raise
             if arrival is not None:
-                name, tensor, wait = arrival
-                self._landed[name] = tensor, wait
+                self._landed[arrival[0]] = arrival[1:]
         return arrival is not None
 
     def _hand_out(self, name: str) -> Any:
@@ -296,9 +288,8 @@ def _rows(name: str, value: slice, file: WeightFile, index: int) -> range:
     shape, (begin, end) = file.table.shape(index), file.table.byte_range(index)
     if not shape:
         raise SafetensorError(f"cannot slice rows of the 0-d tensor {show(name)}")
-    for side, bound in (("start", value.start), ("stop", value.stop)):
-        if bound is None:
-            continue
+    sides = ("start", value.start), ("stop", value.stop)
+    for side, bound in [(side, bound) for side, bound in sides if bound is not None]:
         if isinstance(bound, bool) or not isinstance(bound, int):
             raise SafetensorError(f"prefetch plan slice bounds for {show(name)} must be integers or None")
         if not -shape[0] <= bound <= shape[0]:
@@ -353,7 +344,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     def __init__(
         self, filename: PathLike, framework: str = "numpy", device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
-        file = safetensors.open_file(filename, folders=_FRAMEWORKS.get(str(framework), _NUMPY)[-1])
+        file = safetensors.open_file(filename, folders=_FRAMEWORKS.get(str(framework), ("safeload.open",))[-1])
         try:
             self._handle = _handle(framework, device, backend)
         except BaseException:
@@ -410,9 +401,9 @@ class safe_open:  # noqa: N801 - safetensors' name
         caller = object()
         first = self._handed_out.setdefault(index, caller) is caller  # atomic: only one of two threads is first
         mappings = self._mappings if first else None
-        arrays: dict[str, Array]
-        arrays, _ = load_tensors(Tensors([file], [name], [index]), backend=self._backend, mappings=mappings)
-        return arrays[name]
+        tensors = Tensors([file], [name], [index])
+        array: Array = load_tensors(tensors, backend=self._backend, mappings=mappings)[0][name]
+        return array
 
     @public
     def get_tensors(self, *, dtype: Any = None, out: Mapping[str, Array] | None = None) -> dict[str, Any]:
@@ -435,9 +426,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         parts = safetensors.chosen(file, None, dtype, "get_tensors")
 
         def read() -> dict[str, Array]:
-            arrays: dict[str, Array]
-            arrays, _ = load_tensors(parts, backend=self._backend, dtype=dtype, out=out)
-            return arrays
+            return load_tensors(parts, backend=self._backend, dtype=dtype, out=out)[0]
 
         return read() if self._handle is None else self._handle.tensors(parts, parse_target(dtype), read)
 
@@ -498,8 +487,7 @@ class safe_open:  # noqa: N801 - safetensors' name
         arrivals = getattr(self._handle, "arrivals", None)
         if arrivals is None:
             raise SafetensorError('prefetch needs framework="pt"')
-        rows = None if plan is None else planned_rows(file, plan)
-        return PrefetchLoader(*arrivals(file, rows, device, threads))
+        return PrefetchLoader(*arrivals(file, None if plan is None else planned_rows(file, plan), device, threads))
 
     def close(self) -> None:
         """Close the file once no slice needs it. Arrays and slices stay valid."""
@@ -527,7 +515,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     @classmethod
     @public
     def _reopen(cls, arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
-        check_unchanged(arguments[0], seen)
+        store.check_unchanged(arguments[0], seen)
         opened = cls.__new__(cls)
         safe_open.__init__(opened, *arguments, backend=backend)
         opened._opened().check_identity(seen)
@@ -583,10 +571,10 @@ class AliasSafeOpen(safe_open):
 
 # The module and class of the `Handle` for each framework other than NumPy, by upstream's names, and the function that
 # loads folders.
-_NUMPY = ("safeload.open",)
-_TORCH = ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")
-_JAX = ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")
-_FRAMEWORKS = {**dict.fromkeys(("pt", "torch", "pytorch"), _TORCH), **dict.fromkeys(("jax", "flax"), _JAX)}
+_FRAMEWORKS = {
+    **dict.fromkeys(("pt", "torch", "pytorch"), ("torch_devices", "TorchHandle", "safeload.torch.load_checkpoint")),
+    **dict.fromkeys(("jax", "flax"), ("jax_arrays", "JaxHandle", "safeload.jax.load_checkpoint")),
+}
 # How to convert NumPy arrays for further frameworks.
 CONVERSIONS = {
     **dict.fromkeys(("tf", "tensorflow"), "tf.convert_to_tensor(array), or safetensors.tensorflow"),
@@ -602,17 +590,14 @@ def _handle(framework: str, device: Any, backend: str) -> Handle | None:
             raise SafetensorError(
                 f'Device {clip(printable(str(device)), 200)} is not supported for framework numpy: use "cpu"'
             )
-        check_backend(backend)
-        return None
-    if framework in _FRAMEWORKS:
+        handle: Handle | None = None
+    elif framework in _FRAMEWORKS:
         module, name, _ = _FRAMEWORKS[framework]
-        handle: Handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
-        check_backend(backend)
-        return handle
-    shown = clip(printable(str(framework)), 200)
-    conversion = CONVERSIONS.get(framework)
-    if conversion is None:
-        raise SafetensorError(f'framework {shown} is invalid: use "numpy", "pt" or "jax"')
-    raise SafetensorError(
-        f'framework {shown} is not supported: load NumPy arrays with framework="numpy" and use {conversion}'
-    )
+        handle = getattr(import_module(f"..frameworks.{module}", __package__), name)(device, backend)
+    else:
+        why = 'invalid: use "numpy", "pt" or "jax"'
+        if framework in CONVERSIONS:
+            why = f'not supported: load NumPy arrays with framework="numpy" and use {CONVERSIONS[framework]}'
+        raise SafetensorError(f"framework {clip(printable(str(framework)), 200)} is {why}")
+    memory.check_backend(backend)
+    return handle

@@ -6,10 +6,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core import dtypes
-from ..core.arrays import check_mapping
+from ..core import arrays, dtypes, resident
 from ..core.paths import PathLike
-from ..core.resident import parse_table
 from ..core.safetensors import FileWriter, TensorToWrite
 from ..core.text import show
 from ..errors import SafetensorError, exported, public
@@ -134,7 +132,7 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
         >>> deserialize(save({"x": np.uint8([65, 66])}))
         [('x', {'shape': [2], 'dtype': 'U8', 'data': bytearray(b'AB')})]
     """
-    view, table = parse_table(bytes)
+    view, table = resident.parse_table(bytes)
     return [
         (name, {"shape": list(shape), "dtype": row.code, "data": bytearray(view[begin:end])})
         for name, shape, row, (begin, end) in zip(
@@ -145,13 +143,11 @@ def deserialize(bytes: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _entries(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, TensorToWrite]:
     """Return the writer's input for these descriptions."""
-    check_mapping(tensor_dict, "tensors", "names to TensorSpec")
-    entries = {}
+    arrays.check_mapping(tensor_dict, "tensors", "names to TensorSpec")
     for name, spec in tensor_dict.items():
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"tensor {show(name)} must be a TensorSpec, got {type(spec).__name__}")
-        entries[name] = spec._memory
-    return entries
+    return {name: spec._memory for name, spec in tensor_dict.items()}
 
 
 @public

@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, jobs
+from ..core import atomic_file, dtypes, jobs, native, resident
 from ..core.arrays import Array, as_array, byteswapped, foreign_order
-from ..core.atomic_file import written_as_is
-from ..core.native import address_of
-from ..core.resident import parse_table
 from ..core.safetensors import TensorToWrite
 from ..core.text import show
 from .serialize import TensorSpec
@@ -38,10 +35,11 @@ def flatten(tensor_dict: Mapping[str, Any], keep_alive_buffer: list[Any]) -> dic
     for name, value in tensor_dict.items():
         array = as_array(value, name)
         dtype = dtypes.of_array(array, name).name
-        if not written_as_is(array):
+        if not atomic_file.written_as_is(array):
             array = array.copy(order="C") if is_little_endian(array) else byteswapped(array.copy(order="C"))
             keep_alive_buffer.append(array)
-        specs[name] = TensorSpec(dtype=dtype, shape=array.shape, data_ptr=address_of(array), data_len=array.nbytes)
+        address = native.address_of(array)
+        specs[name] = TensorSpec(dtype=dtype, shape=array.shape, data_ptr=address, data_len=array.nbytes)
     return specs
 
 
@@ -66,7 +64,7 @@ def retyped(data: Any, arrays: dict[str, Array], types: Mapping[str, Any]) -> di
     """Return the arrays of a file in memory, with types a program has set in ``_TYPES``."""
     if types == _STANDARD:
         return arrays
-    _, table = parse_table(data)
+    _, table = resident.parse_table(data)
     codes = {name: row.code for name, row in zip(table.names, table.rows, strict=True)}
     return {name: _retyped(name, array, codes[name], types) for name, array in arrays.items()}
 
@@ -97,7 +95,7 @@ def flatten_as_ptr(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dic
         if not isinstance(entry, TensorToWrite):  # on a big-endian machine
             entry = np.ascontiguousarray(entry.byteswap())
             keep_alive_buffer.append(entry)
-        address = entry.address if isinstance(entry, TensorToWrite) else address_of(entry)
+        address = entry.address if isinstance(entry, TensorToWrite) else native.address_of(entry)
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=address, data_len=entry.nbytes)
     return specs

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from ..adapters.merge import Merge, merging
+from ..core import load, opening
 from ..core.checkpoint import Checkpoint, check_unadapted, chosen, open
-from ..core.load import parse_target
 from ..core.names import Patterns
-from ..core.opening import Paths
 from ..core.text import error_about
 from ..errors import UnsupportedError
 from ..models.choosing import dtype_in
@@ -23,7 +22,7 @@ Selected: TypeAlias = tuple[Checkpoint, Merge | None, Sequence[str], Sequence[Gr
 
 @contextmanager
 def selecting(
-    path: Paths,
+    path: opening.Paths,
     *,
     names: Iterable[str] | None = None,
     only: Patterns = None,
@@ -44,7 +43,7 @@ def selecting(
         open(path, storage_options=storage_options, verify=verify, **options) as opened,
         merging(opened, adapters, storage_options) as (checkpoint, merge),
     ):
-        target = parse_target(dtype)
+        target = load.parse_target(dtype)
         tensors = chosen(checkpoint, names, only, drop, target)
         all_names = [name for name, _, _ in tensors]
         groups: list[Group] = [(all_names, None if target is None else target.name)]
@@ -55,9 +54,8 @@ def selecting(
                 file.table.refuse_unknown([index], file.path)
                 (packed if file.table.is_quantized(index) else plain).append(name)
             if packed:
-                groups = [(packed, _dtype_of(checkpoint, packed[0]))]
-                if plain:
-                    groups.insert(0, (plain, None))
+                groups = [(plain, None)] if plain else []
+                groups.append((packed, _dtype_of(checkpoint, packed[0])))
         yield checkpoint, merge, all_names, groups
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -12,22 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..adapters.merge import Merge
-from ..core import dtypes
+from ..core import cast, dtypes, memory, opening, quantized_tensor, registry, restore, runtime, weight_file
 from ..core.arrays import Array as NumpyArray
 from ..core.arrays import check_mapping, not_an_array
-from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, slice_of, tensors_of
 from ..core.load import load_tensors, parse_target
-from ..core.memory import POOLED_BELOW, check_threads, windows
-from ..core.opening import Paths
 from ..core.progress import Meter, Progress
-from ..core.quantized_tensor import QuantizedTensor
-from ..core.registry import OpenRequest
-from ..core.restore import rows_apart
-from ..core.runtime import not_installed
 from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
 from ..core.text import clip, error_about, printable, show, tensor_named
-from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, UnsupportedError
 from .checkpoints import selecting
 
@@ -37,7 +28,7 @@ try:
     import jax.numpy as jnp
 except ImportError as error:
     text = "safeload.jax needs JAX, which is not installed: pip install jax"
-    raise not_installed(error, text, "jax") from error.__cause__
+    raise runtime.not_installed(error, text, "jax") from error.__cause__
 
 Array: TypeAlias = jax.Array
 # The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.
@@ -132,15 +123,13 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
         if next(iter(copies[large[0]].devices())).platform == "cpu":
             for k in large:
                 array = arrays[k]
-                if not array.nbytes or not (borrowed or array.nbytes < POOLED_BELOW):
-                    continue
-                if copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
+                must_own = array.nbytes and (borrowed or array.nbytes < memory.POOLED_BELOW)
+                if must_own and copies[k].unsafe_buffer_pointer() == array.__array_interface__["data"][0]:
                     copies[k] = jax.device_put(array.copy(), place)
     return [copies[k] for k in range(len(arrays))]
 
 
 def _copies(arrays: Sequence[NumpyArray]) -> list[Array]:
-    """Copy arrays to JAX's default device."""
     if not arrays:
         return []
     if jax.config.jax_transfer_guard_host_to_device in _UNGUARDED:
@@ -173,9 +162,7 @@ def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
 
 def joined(entry: Entry, place: Any, slices: Sequence[Array]) -> Array:
     """Join the slices of a tensor on devices into an array."""
-    dtype = jax_dtype(entry.dtype)
-    result: Array = jax.make_array_from_single_device_arrays(entry.shape, place, slices, dtype=dtype)
-    return result
+    return jax.make_array_from_single_device_arrays(entry.shape, place, slices, dtype=jax_dtype(entry.dtype))
 
 
 # ---- from JAX ----
@@ -189,7 +176,7 @@ def to_write(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def value_of(name: str, value: Any) -> Any:
     """Return the writer's input for a JAX or NumPy array."""
-    if isinstance(value, (np.ndarray, np.generic, QuantizedTensor)):
+    if isinstance(value, (np.ndarray, np.generic, quantized_tensor.QuantizedTensor)):
         return value
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
         value = value.__jax_array__()
@@ -219,11 +206,9 @@ def to_numpy(array: Any) -> NumpyArray:
     if array.is_fully_replicated:
         return np.ascontiguousarray(_fetched(array.addressable_data(0)))
     whole = np.empty(array.shape, array.dtype)
-    copied = set()
-    for shard in array.addressable_shards:
-        if (bounds := str(shard.index)) not in copied:
-            copied.add(bounds)
-            whole[shard.index] = _fetched(shard.data)
+    shards = {str(shard.index): shard for shard in array.addressable_shards}  # one of those with equal values
+    for shard in shards.values():
+        whole[shard.index] = _fetched(shard.data)
     return whole
 
 
@@ -277,14 +262,13 @@ def load(
     loader = _Loader(backend, checked, threads, checkpoint, merge)
     meter = Meter(progress, sum(tensor.entry.nbytes for tensor in tensors))
     arrays: dict[str, Array] = {}
-    started: deque[list[Array]] = deque()
+    started: list[Array] = []
     for group, nbytes in loader.run(tensors):
         arrays.update(group)
-        started.append(list(group.values()))
-        if len(started) > 1:
-            jax.block_until_ready(started.popleft())
+        jax.block_until_ready(started)
+        started = list(group.values())
         meter.add(nbytes)
-    jax.block_until_ready(list(started))
+    jax.block_until_ready(started)
     return {tensor.entry.name: arrays[tensor.entry.name] for tensor in tensors}
 
 
@@ -328,11 +312,11 @@ class _Loader:
     threads: int | None
     checkpoint: Checkpoint | None
     merge: Merge | None
-    mappings: dict[WeightFile, Any] = field(default_factory=dict)
+    mappings: dict[weight_file.WeightFile, Any] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[dict[str, Array], int]]:
         """Yield groups of arrays by name, possibly still without values, with the bytes of each group."""
-        for group in windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, attrgetter("sliced")):
+        for group in memory.windows(tensors, GROUP, lambda tensor: tensor.entry.nbytes, attrgetter("sliced")):
             if group[0].sliced:
                 yield from (({tensor.entry.name: self._by_slices(tensor)}, tensor.entry.nbytes) for tensor in group)
             else:
@@ -368,7 +352,7 @@ class _Loader:
         for tensor in group:
             place = None if tensor.divided else tensor.place
             mapped = self.backend == "mmap" and not tensor.divided
-            mapped = mapped and (tensor.entry.nbytes < POOLED_BELOW or not on_cpu(place))
+            mapped = mapped and (tensor.entry.nbytes < memory.POOLED_BELOW or not on_cpu(place))
             batches.setdefault((tensor.divided, place, mapped, tensor.target), []).append(tensor)
         arrays: dict[str, Array] = {}
         for (divided, place, mapped, _), tensors in batches.items():
@@ -387,15 +371,12 @@ class _Loader:
             parts = slices(place, entry.shape)
             views = [values[_inside(0, bounds)] for bounds in parts]
             if partly_aliased(views, place):
-                arrays[entry.name] = joined(entry, place, _put(zip(map(self._own, views), parts.values(), strict=True)))
+                copies = [cast.astype(view, view.dtype, threads=self.threads) for view in views]
+                arrays[entry.name] = joined(entry, place, _put(zip(copies, parts.values(), strict=True)))
             else:  # a small array would keep its whole pool alive
-                undivided[entry.name] = values.copy() if values.nbytes < POOLED_BELOW else values, place
-        copies = _put((values, [place]) for values, place in undivided.values())
-        return {**arrays, **dict(zip(undivided, copies, strict=True))}
-
-    def _own(self, view: NumpyArray) -> NumpyArray:
-        """Return a copy of the values."""
-        return astype(view, view.dtype, threads=self.threads)
+                undivided[entry.name] = values.copy() if values.nbytes < memory.POOLED_BELOW else values, place
+        whole = _put((values, [place]) for values, place in undivided.values())
+        return {**arrays, **dict(zip(undivided, whole, strict=True))}
 
     def _by_slices(self, tensor: PlacedTensor) -> Array:
         """Load a large or partly local tensor, one range of its first axis after another."""
@@ -418,11 +399,15 @@ class _Loader:
         once. Otherwise slices are copied from the mapped file, which touches only their pages.
         """
         (entry, target, place, *_), (name, file, index) = tensor, tensor.entry.tensor
-        if (self.merge and name in self.merge) or _only_whole(file, index, target):
+        packed = file.table.packed.get(index)
+        only_whole = target is not None and file.table.row(index).packed
+        if packed is not None:
+            only_whole = len(entry.shape) < 2 or (len(entry.shape) == 2 and not restore.rows_apart(packed.packing))
+        if only_whole or (self.merge and name in self.merge):
             values: Any = self._read([tensor])[0]
             together = True
         else:
-            values = slice_of(file, index, OpenRequest(), target, self.checkpoint)
+            values = slice_of(file, index, registry.OpenRequest(), target, self.checkpoint)
             together = file.table.is_quantized(index)
         bands: dict[Bounds, dict[Bounds, list[Any]]] = {}
         for bounds, devices in slices(place, entry.shape).items():
@@ -433,12 +418,12 @@ class _Loader:
                 block = values[_items(rows)]
                 views = [block[_inside(len(rows), bounds)] for bounds in parts]
                 if partly_aliased(views, place):
-                    views = list(map(self._own, views))
+                    views = [cast.astype(view, view.dtype, threads=self.threads) for view in views]
                 yield list(zip(views, parts.values(), strict=True))
             else:
                 view = load_tensors(Tensors.of([entry.tensor]), backend="mmap", mappings=self.mappings)[0][name]
                 for bounds, devices in parts.items():
-                    yield [(astype(view[_items(bounds)], entry.dtype, threads=self.threads), devices)]
+                    yield [(cast.astype(view[_items(bounds)], entry.dtype, threads=self.threads), devices)]
 
 
 def _put(slices: Iterable[tuple[NumpyArray, Sequence[Any]]]) -> list[Array]:
@@ -458,19 +443,11 @@ def _inside(axes: int, bounds: Bounds) -> tuple[Any, ...]:
     return (*[slice(None)] * axes, *_items(bounds[axes:]), Ellipsis)
 
 
-def _only_whole(file: WeightFile, index: int, target: str | None) -> bool:
-    """Return whether the values of a tensor can only be read all at once."""
-    packed = file.table.packed.get(index)
-    if packed is not None:
-        return len(packed.packing.shape) < 2 or not (len(packed.packing.shape) > 2 or rows_apart(packed.packing))
-    return target is not None and file.table.row(index).packed
-
-
 def load_checkpoint(
-    path: Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
+    path: opening.Paths, *, sharding: Any, threads: int | None, progress: Progress, **selection: Any
 ) -> dict[str, Array]:
     """Load the tensors that `selecting` selects."""
-    check_threads(threads)
+    memory.check_threads(threads)
     with selecting(path, **selection) as (checkpoint, merge, names, selected):
         groups = [(tensors_of(checkpoint, members), dtype) for members, dtype in selected]
         arrays = load(groups, sharding, progress=progress, threads=threads, checkpoint=checkpoint, merge=merge)
@@ -512,5 +489,5 @@ class JaxHandle:
         check_target(target)
         return copied(read())
 
-    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
+    def item(self, file: weight_file.WeightFile, index: int, key: Any, select: Callable[[Any], NumpyArray]) -> Array:
         return put([select(key)], None, borrowed=False)[0]

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, runtime, safetensors
 from ..core.arrays import Array, foreign_order
-from ..core.runtime import not_installed
-from ..core.safetensors import TensorToWrite
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
 from ..core.text import clip, error_about, printable, show
@@ -22,7 +20,7 @@ try:
     import torch as torch  # other modules import it from here, so that all share the error below
 except ImportError as error:
     text = "safeload.torch needs PyTorch, which is not installed: pip install torch"
-    raise not_installed(error, text, "torch") from error.__cause__
+    raise runtime.not_installed(error, text, "torch") from error.__cause__
 
 Tensor = torch.Tensor
 Device = torch.device
@@ -44,7 +42,6 @@ _ROWS: dict[Any, dtypes.Dtype] = {dtype: dtypes.BY_CODE[code] for code, dtype in
 _WHOLE_ROWS = {dtype: row for dtype, row in _ROWS.items() if not row.packed}
 # Classes whose tensors have memory of their own, unless torch wraps them for tracing; other subclasses may have none.
 _OWN_MEMORY = frozenset((Tensor, torch.nn.Parameter))
-_LITTLE = sys.byteorder == "little"
 
 # `torch.from_numpy` refuses ml_dtypes: such arrays are viewed as integers of equal size first.
 _INTEGERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
@@ -131,9 +128,8 @@ def of_entry(entry: Entry) -> tuple[tuple[int, ...], Any]:
     """Return shape and dtype of an entry's tensor, which can be rows of the tensor in the file."""
     assert entry.target is not None
     row = dtypes.BY_NUMBER[entry.target]
-    shape = entry.shape
-    logical = entry.file.table.shape(entry.at) if row.bits < 8 else shape
-    return shape, described(entry.name, row, logical)[1]
+    logical = entry.file.table.shape(entry.at) if row.bits < 8 else entry.shape
+    return entry.shape, described(entry.name, row, logical)[1]
 
 
 def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -176,7 +172,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
 
     Tensors with disjoint addresses share no memory, so their storages need not be compared.
     """
-    if not _LITTLE or not isinstance(tensors, dict):
+    if sys.byteorder != "little" or not isinstance(tensors, dict):
         return None
     entries: dict[str, Any] = {}
     areas = []
@@ -190,7 +186,7 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
             begin, nbytes = tensor.data_ptr(), tensor.numel() * SIZES[tensor.dtype]
             if not begin or _beyond(tensor, nbytes):  # empty, or without memory
                 return None
-            entries[name] = TensorToWrite(row, tensor.shape, nbytes, None, begin)
+            entries[name] = safetensors.TensorToWrite(row, tensor.shape, nbytes, None, begin)
             areas.append((begin, begin + nbytes))
     except RuntimeError:  # a tensor without memory
         return None
@@ -200,11 +196,10 @@ def _plain_memory(tensors: Any) -> dict[str, Any] | None:
 
 def _beyond(tensor: Any, nbytes: int) -> bool:
     """Return True if the storage ends before this many bytes of a tensor, as FSDP leaves it between two passes."""
-    storage: torch.UntypedStorage = tensor.untyped_storage()
-    return bool(tensor.storage_offset() * tensor.element_size() + nbytes > storage.nbytes())
+    return bool(tensor.storage_offset() * tensor.element_size() + nbytes > tensor.untyped_storage().nbytes())
 
 
-def value_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
+def value_of(name: str, tensor: Any, keep: list[Any]) -> safetensors.TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense tensor with any strides; see `memory_of`."""
     check_tensors({name: tensor})
     if tensor.device.type != "cpu" or tensor.is_contiguous():
@@ -248,7 +243,7 @@ def check_tensors(tensors: Any) -> None:
         )
 
 
-def memory_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array | Lazy:
+def memory_of(name: str, tensor: Any, keep: list[Any]) -> safetensors.TensorToWrite | Array | Lazy:
     """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
 
     A conjugate or negative bit is applied: the values that the tensor shows are saved.
@@ -270,7 +265,7 @@ def memory_of(name: str, tensor: Any, keep: list[Any]) -> TensorToWrite | Array 
     shape = tuple(tensor.shape)
     if row.packed and shape:
         shape = (*shape[:-1], shape[-1] * row.block)
-    return TensorToWrite(row, shape, nbytes, None, tensor.data_ptr())
+    return safetensors.TensorToWrite(row, shape, nbytes, None, tensor.data_ptr())
 
 
 def row_of(name: str, tensor: Any) -> dtypes.Dtype:
@@ -310,8 +305,7 @@ def putter(name: str, tensor: Any) -> Callable[[Array, Array], None]:
 
     def put(indices: Array, values: Array) -> None:
         places = torch.from_numpy(indices.astype(np.int64)).to(flat.device)
-        codes = torch.from_numpy(values.view(f"i{values.dtype.itemsize}").copy()).to(flat.device)
-        flat[places] = codes
+        flat[places] = torch.from_numpy(values.view(f"i{values.dtype.itemsize}").copy()).to(flat.device)
 
     return put
 
@@ -352,11 +346,9 @@ def parsed_device(device: Any) -> Any:
         if isinstance(device, int) and device >= 0:
             raise MissingDeviceError(f"device {shown} is not available: {_first_sentence(error)}") from None
         raise InvalidDeviceError(f"device {shown} is invalid: {_first_sentence(error)}") from None
-    if parsed.type == "cpu":
-        if parsed.index:
-            raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
-        return None
-    return parsed
+    if parsed.type == "cpu" and parsed.index:
+        raise InvalidDeviceError(f"device {shown} is invalid: the CPU has no numbered devices")
+    return None if parsed.type == "cpu" else parsed
 
 
 def _first_sentence(error: Exception) -> str:
@@ -460,7 +452,6 @@ def remove_duplicate_names(
     def choice(candidates: set[str]) -> str:
         return min(candidates & preferred or candidates - discard or candidates)
 
-    removed: dict[str, list[str]] = {}
     groups = find_shared_tensors(state_dict)
     complete: dict[Any, tuple[str, set[str]]] = {}  # by storage: the kept name, and the group
     for group in groups:
@@ -479,10 +470,7 @@ def remove_duplicate_names(
                 f"cannot choose a name to keep: none of {listed(sorted(group))} covers all of their shared memory, "
                 f"a storage of {storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
             )
-    for kept, group in (*complete.values(), *kept_parts):
-        if len(group) > 1:
-            removed[kept] = sorted(group - {kept})
-    return removed
+    return {kept: sorted(group - {kept}) for kept, group in (*complete.values(), *kept_parts) if len(group) > 1}
 
 
 def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:

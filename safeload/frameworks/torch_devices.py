@@ -15,18 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, memory, native, runtime, weight_file
 from ..core.arrays import Array, array_over, foreign_order
 from ..core.checkpoint import tensors_of
 from ..core.load import VIEWED_FROM, load_tensors, mapping, parse_target
-from ..core.memory import MOST_THREADS, thread_count
-from ..core.native import address_of
 from ..core.progress import Meter, Progress
-from ..core.runtime import paused
 from ..core.slice import as_index
 from ..core.staging import BUFFERS, SMALLEST_BUFFER, Ring, buffer_size, staged
 from ..core.tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
-from ..core.weight_file import WeightFile
 from ..errors import SafetensorError
 from . import torch_arrays
 from .checkpoints import Selected
@@ -68,7 +64,6 @@ class Copies:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return a new tensor on the device."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _on(self, stream: Any) -> AbstractContextManager[object]:
@@ -132,10 +127,6 @@ class Copies:
             self._stream.synchronize()
 
 
-# Device types with streams.
-_STREAMING = ("cuda", "xpu")
-
-
 def load(
     entries: Sequence[Entry],
     device: Any,
@@ -149,9 +140,9 @@ def load(
     Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
     fails, nothing is left on the device.
     """
-    copies = copies or Copies(device, device.type in _STREAMING)
+    copies = copies or Copies(device, device.type in ("cuda", "xpu"))
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
-    with paused(len(entries) if tiny else 0):
+    with runtime.paused(len(entries) if tiny else 0):
         tensors = {name: tensor for name, tensor, _ in _arrivals(entries, copies, threads, progress)}
         return {entry.name: tensors[entry.name] for entry in entries}
 
@@ -174,10 +165,9 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
     by_name = {target.moved.name: target for target in targets.values()}
     moved = in_file_order((target.moved for target in targets.values()), (entry.file for entry in entries))
     total = sum(target.left for target in targets.values())
-    workers = max(1, min(thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
+    workers = max(1, min(memory.thread_count(total, threads), _MOST_THREADS, total // SMALLEST_BUFFER))
     sharing = workers >= _FEW_THREADS
-    if sharing:
-        workers = -(-workers // _SHARING)
+    workers = -(-workers // _SHARING) if sharing else workers
     count = max(BUFFERS, workers + 2)  # one is copied while the consumer starts the copies of another
     size = buffer_size(total, count, larger=_LARGER if sharing else 1)
     buffers: dict[int, Any] = {}
@@ -217,12 +207,13 @@ def _arrivals(entries: Sequence[Entry], copies: Copies, threads: int | None, pro
 
 
 class _Target:
-    """A device tensor under construction."""
-
     __slots__ = ("_copies", "_dtype", "_memory", "_nbytes", "_result", "_sent", "_shape", "aliases", "left", "moved")
 
     def __init__(self, entry: Entry, copies: Copies) -> None:
-        self.moved = _moved(entry)  # the entry to copy
+        assert entry.target is not None
+        source, target = dtypes.BY_NUMBER[entry.source], dtypes.BY_NUMBER[entry.target]
+        widened = entry.packed is None and target.code in _WIDENED.get(source.code, ())
+        self.moved = entry._replace(target=entry.source) if widened else entry  # copied, then widened on the device
         self.aliases: tuple[str, ...] = ()  # further names that get the tensor
         self._copies = copies
         self._shape, self._dtype = torch_arrays.of_entry(entry)
@@ -258,15 +249,6 @@ class _Target:
         yield self.moved.name, tensor, wait
         for name in self.aliases:
             yield name, tensor.view(tensor.shape), wait
-
-
-def _moved(entry: Entry) -> Entry:
-    """Return the entry to copy: in its stored dtype if the device widens it."""
-    assert entry.target is not None
-    source, target = dtypes.BY_NUMBER[entry.source], dtypes.BY_NUMBER[entry.target]
-    if entry.packed is None and target.code in _WIDENED.get(source.code, ()):
-        return entry._replace(target=entry.source)
-    return entry
 
 
 def load_selected(selected: Selected, device: Any, *, threads: int | None, progress: Progress) -> dict[str, Any]:
@@ -305,8 +287,8 @@ class TorchHandle:
         self._available = self._device is None
         self._without_data = self._device is not None and self._device.type == "meta"
         self._backend = backend
-        self._inner: dict[WeightFile, Any] = {}  # mappings that never leave this object: their pages are the file's
-        self._outer: dict[WeightFile, Any] = {}  # mappings behind returned slices
+        self._inner: dict[weight_file.WeightFile, Any] = {}  # mappings that never leave this object: the file's pages
+        self._outer: dict[weight_file.WeightFile, Any] = {}  # mappings behind returned slices
         self._sliced: dict[int, object] = {}  # index of a tensor -> token of the first call to get a view of it
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -339,7 +321,7 @@ class TorchHandle:
             return load(entries_of(parts, target), self._device)
         return torch_arrays.from_arrays(read(), torch_arrays.raw_of(parts) if target is None else None)
 
-    def item(self, file: WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
+    def item(self, file: weight_file.WeightFile, index: int, key: Any, select: Callable[[Any], Array]) -> Any:
         """Return the selected elements, by torch's rules if the file is mapped and by `SafeSlice`'s otherwise."""
         self._check_device()
         name, row = file.table.names[index], file.table.row(index)
@@ -351,12 +333,8 @@ class TorchHandle:
             return self._moved(torch_arrays.from_array(select(key), name, raw))
         whole = self._whole(file, index, shape)
         if _is_basic(key):
-            try:
-                part = whole[key]
-            except IndexError:
-                pass  # below, torch raises its own error
-            else:
-                part = np.asarray(part)  # a single element is not an array
+            with suppress(IndexError):  # below, torch raises its own error
+                part = np.asarray(whole[key])  # a single element is not an array
                 return self._moved(torch_arrays.from_array(self._separate(file, index, part), name, raw))
         tensor = torch_arrays.from_array(whole, name, raw)
         selected = tensor[key]
@@ -365,7 +343,7 @@ class TorchHandle:
         return self._moved(selected)
 
     def arrivals(
-        self, file: WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
+        self, file: weight_file.WeightFile, rows: Mapping[str, range | None] | None, device: Any, threads: int
     ) -> tuple[list[str], Generator[Arrival]]:
         place = self._device if device is None else torch_arrays.parsed_device(device)
         if place is None or place.type != "cuda":
@@ -383,14 +361,14 @@ class TorchHandle:
 
         def arrivals() -> Generator[Arrival]:  # another thread advances it
             with copies.allocating():
-                yield from _arrivals(entries, copies, min(threads, MOST_THREADS), None)
+                yield from _arrivals(entries, copies, min(threads, memory.MOST_THREADS), None)
 
         return [entry.name for entry in entries], arrivals()
 
     def _moved(self, tensor: Any) -> Any:
         return tensor if self._device is None else tensor.to(self._device)
 
-    def _whole(self, file: WeightFile, index: int, shape: tuple[int, ...]) -> Array:
+    def _whole(self, file: weight_file.WeightFile, index: int, shape: tuple[int, ...]) -> Array:
         """Return a tensor in memory that never leaves this object: a private mapping, or a copy."""
         begin, end = file.table.byte_range(index)
         if begin < end and not foreign_order(False):
@@ -401,7 +379,7 @@ class TorchHandle:
         array: Array = load_tensors(Tensors([file], [name], [index]), backend="pread")[0][name]
         return array
 
-    def _separate(self, file: WeightFile, index: int, part: Array) -> Array:
+    def _separate(self, file: weight_file.WeightFile, index: int, part: Array) -> Array:
         """Return a part of `_whole` in memory that no other array shares: a view if it is large."""
         inner = self._inner.get(file)
         if part.nbytes < VIEWED_FROM["mmap"] or inner is None or not part.flags.aligned:
@@ -411,7 +389,7 @@ class TorchHandle:
         buffer = mapping(file, self._outer if first else None)
         if buffer is None:
             return np.array(part)
-        offset = part.ctypes.data - address_of(np.frombuffer(inner, np.uint8))
+        offset = part.ctypes.data - native.address_of(np.frombuffer(inner, np.uint8))
         return array_over(buffer, part.dtype, part.shape, offset, part.strides)
 
 
@@ -426,10 +404,7 @@ def _rows_of(entry: Entry, rows: range | None) -> Entry:
 
 def _is_basic(key: Any) -> bool:
     """Return whether a key is basic indexing: it gives a view, and NumPy and torch agree on it within bounds."""
-    for item in key if isinstance(key, tuple) else (key,):
-        if isinstance(item, slice):
-            if item.step is not None and (as_index(item.step) or 0) <= 0:
-                return False
-        elif item is not None and item is not Ellipsis and as_index(item) is None:
-            return False
-    return True
+    items = key if isinstance(key, tuple) else (key,)
+    steps = [item.step for item in items if isinstance(item, slice) and item.step is not None]
+    indices = [item for item in items if not isinstance(item, slice) and item is not None and item is not Ellipsis]
+    return all((as_index(step) or 0) > 0 for step in steps) and None not in map(as_index, indices)

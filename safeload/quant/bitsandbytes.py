@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import packing
-from ..core.arrays import Array
-from ..core.native import lib
-from ..core.packing import Grid, Packing
+from ..core import arrays, native
+from ..core.packing import FORMAT, NESTED, NESTED_RULE, NESTED_TABLE, SCALE, STATE, TABLE, Grid, Packing
 from ..core.text import show
 from .families import IS_EXPERT, IS_HEAD, Engine, Family, Preset, StoredPart, Strays, filled, parts_of
 from .packed_group import LONGEST, MOST, NUMBERS, Misfit, PackedGroup, Refused, matrices_of, parsed
@@ -29,10 +27,10 @@ from .quantization import is_length, with_quantization
 # The JSON beside 4-bit codes, by kind, and the other parts, by role.
 _STATES = {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")}
 _STATE_PARTS = {
-    packing.SCALE: ".absmax",
-    packing.TABLE: ".quant_map",
-    packing.NESTED: ".nested_absmax",
-    packing.NESTED_TABLE: ".nested_quant_map",
+    SCALE: ".absmax",
+    TABLE: ".quant_map",
+    NESTED: ".nested_absmax",
+    NESTED_TABLE: ".nested_quant_map",
 }
 # GPTQModel's suffixes of the JSON and of the other parts.
 _GPTQMODEL_STATE = "_quant_state"
@@ -49,11 +47,11 @@ _RECIPROCAL = 7.874015718698502e-3
 
 def four_bits(group: PackedGroup) -> Packing:
     """4-bit codes of the tensor in C order, the first in the high bits; a block can cross rows."""
-    for role in (packing.SCALE, packing.TABLE):
+    for role in (SCALE, TABLE):
         if role not in group.parts:
-            raise Misfit(f"{_missing(group, role)} is missing beside {show(group.names[packing.STATE])}")
-    name = group.names[packing.STATE]
-    state = parsed(_bytes_of(group, packing.STATE), show(name))
+            raise Misfit(f"{_missing(group, role)} is missing beside {show(group.names[STATE])}")
+    name = group.names[STATE]
+    state = parsed(_bytes_of(group, STATE), show(name))
     kind = state.get("quant_type")
     kinds = [known for known, suffix in _STATES.items() if name.endswith(suffix)] or list(_STATES)  # in the name too
     if not isinstance(kind, str) or kind not in kinds:
@@ -65,7 +63,7 @@ def four_bits(group: PackedGroup) -> Packing:
         raise Misfit(
             f"its quant_state says shape {list(shape)}, which takes {needed} bytes at 4 bits each, got {stored} bytes"
         )
-    _check_numbers(group, packing.TABLE, 16)
+    _check_numbers(group, TABLE, 16)
     flat = len(shape) < 2 or shape[-1] % block > 0
     matrices, rows, columns = (1, 1, count) if flat else matrices_of(shape)
     across = -(-columns // block)
@@ -74,48 +72,37 @@ def four_bits(group: PackedGroup) -> Packing:
             f"absmax {list(group.scales)} does not fit shape {list(shape)} in blocks of {block} "
             "(blocksize in its quant_state)"
         )
-    packed = group.packing(
-        "bitsandbytes",
-        f"{kind} b{block}",
-        shape,
-        4,
-        packing.TABLE,
-        matrices=matrices,
-        rows=rows,
-        columns=columns,
-        row_bytes=-(-columns // 2),
-        high_first=True,
-        grid=Grid(1, block, rows, across),
-        flat=flat,
-    )
+    sides = {"matrices": matrices, "rows": rows, "columns": columns, "row_bytes": -(-columns // 2), "flat": flat}
+    grid = Grid(1, block, rows, across)
+    packed = group.packing("bitsandbytes", f"{kind} b{block}", shape, 4, TABLE, high_first=True, grid=grid, **sides)
     return _nested(group, state, packed)
 
 
 def _missing(group: PackedGroup, role: str) -> str:
     """Return the expected name of a missing part, for messages."""
-    suffixes = _GPTQMODEL_PARTS if group.names[packing.STATE].endswith(_GPTQMODEL_STATE) else _STATE_PARTS
+    suffixes = _GPTQMODEL_PARTS if group.names[STATE].endswith(_GPTQMODEL_STATE) else _STATE_PARTS
     return show(group.codes + suffixes[role])
 
 
 def _nested(group: PackedGroup, state: Mapping[str, Any], packed: Packing) -> Packing:
     """Return the packing with nested scales, if the scales are 8-bit codes themselves."""
     dtype = group.scale_code
-    if packing.NESTED not in group.parts:
+    if NESTED not in group.parts:
         if dtype not in NUMBERS:
-            raise Misfit(f"absmax is {dtype}, but {_missing(group, packing.NESTED)} is missing")
+            raise Misfit(f"absmax is {dtype}, but {_missing(group, NESTED)} is missing")
         return packed
     if dtype != "U8":
         raise Misfit(f"absmax is {dtype}, but it must be U8 beside a nested_absmax")
-    if packing.NESTED_TABLE not in group.parts:
-        raise Misfit(f"{_missing(group, packing.NESTED_TABLE)} is missing")
+    if NESTED_TABLE not in group.parts:
+        raise Misfit(f"{_missing(group, NESTED_TABLE)} is missing")
     block, scales = _block(state, "nested_blocksize"), math.prod(group.scales)
-    _check_numbers(group, packing.NESTED, -(-scales // block))
-    _check_numbers(group, packing.NESTED_TABLE, 256)
+    _check_numbers(group, NESTED, -(-scales // block))
+    _check_numbers(group, NESTED_TABLE, 256)
     offset: Any = state.get("nested_offset")
     number = isinstance(offset, (int, float)) and not isinstance(offset, bool)
     if not number or not abs(offset) < 2.0**127:  # the range of float32; also for NaN
         raise Misfit(f"nested_offset in its quant_state must be a finite number, got {show(offset)}")
-    return packed._replace(scale_rule=packing.NESTED_RULE, nested_block=block, nested_offset=float(offset))
+    return packed._replace(scale_rule=NESTED_RULE, nested_block=block, nested_offset=float(offset))
 
 
 def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
@@ -159,8 +146,8 @@ def eight_bits(group: PackedGroup) -> Packing:
     shape, scales = group.stored, group.scales
     if len(shape) != 2 or scales not in (shape[:1], (shape[0], 1)):
         raise Misfit(f"SCB {list(scales)} does not fit codes {list(shape)}: expected one scale per row")
-    if packing.FORMAT in group.parts:
-        content = _bytes_of(group, packing.FORMAT)
+    if FORMAT in group.parts:
+        content = _bytes_of(group, FORMAT)
         if content != b"\0":
             order = _FORMATS.get(content[0]) if len(content) == 1 else None
             raise Refused(f"its weight_format is {order or show(list(content[:8]))}, an order of codes for one GPU")
@@ -191,26 +178,25 @@ def lay_out(
     kind = preset.name.removeprefix("bnb_")
     modules = {module: reason for module, reason in left.items() if reason != IS_EXPERT}
     skipped = None if all(reason == IS_HEAD for reason in modules.values()) else sorted(modules)
-    settings = filled("bitsandbytes", bnb_4bit_quant_type=kind, llm_int8_skip_modules=skipped)
-    return with_quantization(config, settings)
+    return with_quantization(config, filled("bitsandbytes", bnb_4bit_quant_type=kind, llm_int8_skip_modules=skipped))
 
 
-def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
+def _constants(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
     """Return the values of codes, and the JSON beside 4-bit codes."""
     kind = preset.name.removeprefix("bnb_")
     state = {"quant_type": kind, "blocksize": preset.group, "dtype": dtype, "shape": list(shape)}
     text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
-    return {packing.TABLE: np.array(preset.table, np.float32), packing.STATE: text}
+    return {TABLE: np.array(preset.table, np.float32), STATE: text}
 
 
 def _preset(kind: str, table: tuple[float, ...]) -> Preset:
     parts = {
         **parts_of(".weight", "U8", ".weight.absmax", "F32"),
-        packing.TABLE: StoredPart(".weight.quant_map", "F32"),
-        packing.STATE: StoredPart(f".weight{_STATES[kind]}", "U8"),
+        TABLE: StoredPart(".weight.quant_map", "F32"),
+        STATE: StoredPart(f".weight{_STATES[kind]}", "U8"),
     }
     return Preset(
-        f"bnb_{kind}", _ENGINE, lib.SL_ENCODE_TABLE, 4, 64, parts, lay_out, _constants, flat=True, table=table
+        f"bnb_{kind}", _ENGINE, native.lib.SL_ENCODE_TABLE, 4, 64, parts, lay_out, _constants, flat=True, table=table
     )
 
 
@@ -226,10 +212,10 @@ FAMILIES = [
         "",
         # Storage dtypes of the codes: `bnb_4bit_quant_storage`.
         frozenset(("U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")),
-        {packing.STATE: (*_STATES.values(), _GPTQMODEL_STATE)},
+        {STATE: (*_STATES.values(), _GPTQMODEL_STATE)},
         four_bits,
         {role: (suffix, _GPTQMODEL_PARTS[role]) for role, suffix in _STATE_PARTS.items()},
-        telling=(packing.STATE, packing.TABLE),
+        telling=(STATE, TABLE),
         wide=True,
         described_in=(*_STATES.values(), _GPTQMODEL_STATE),
         strays=Strays(
@@ -242,9 +228,9 @@ FAMILIES = [
         "bitsandbytes, 8 bits",
         ".weight",
         frozenset(("I8",)),
-        {packing.SCALE: (".SCB", ".weight_scb")},
+        {SCALE: (".SCB", ".weight_scb")},
         eight_bits,
-        {packing.FORMAT: (".weight_format",)},
+        {FORMAT: (".weight_format",)},
         described_in=(".weight_format",),
     ),
 ]

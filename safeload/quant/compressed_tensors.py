@@ -15,54 +15,39 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, packing
-from ..core.arrays import Array
+from ..core import arrays, dtypes, packing, restore
 from ..core.native import lib
-from ..core.packing import Grid, Packing, Zeros
-from ..core.restore import words_for
 from ..core.text import show
 from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
-from .packed_group import (
-    MOST_AXES,
-    NUMBERS,
-    Misfit,
-    PackedGroup,
-    Refused,
-    check_shared,
-    configured,
-    configured_grid,
-    label_of,
-    one_scale,
-    whole_grid,
-)
+from .packed_group import MOST_AXES, NUMBERS, Misfit, PackedGroup, Refused, label_of, one_scale, whole_grid
 from .quantization import AUTO_ROUND, is_length, with_quantization
 
 # ---- integers ----
 
 
-def ct_packed(group: PackedGroup) -> Packing:
+def ct_packed(group: PackedGroup) -> packing.Packing:
     """compressed-tensors, pack-quantized: words of codes, scales per group, row or tensor."""
     stored, scale = group.stored, group.scales
     if len(stored) < 2:
         raise Misfit(f"codes {list(stored)} are not a matrix")
     shape, bits, words = _ct_shape(group)
     rows = shape[-2]
-    grid = configured_grid(group, shape) or _ct_grid(shape, scale)
-    zeros = Zeros(packing.COLUMNS, bits, words)
+    grid = group.configured_grid(shape) or _ct_grid(shape, scale)
+    zeros = packing.Zeros(packing.COLUMNS, bits, words)
     if grid.row_block != 1 and packing.ZERO in group.parts and group.parts[packing.ZERO].row.code == "I32":
         raise Misfit(f"zero points are packed, but scales {list(group.scales)} are not per row")
-    packed = group.packed_zeros(zeros, (*stored[:-2], words_for(zeros, grid.rows), grid.columns))
+    packed = group.packed_zeros(zeros, (*stored[:-2], restore.words_for(zeros, grid.rows), grid.columns))
     if packing.GROUPS in group.parts:
         if 1 < grid.row_block < rows:
             raise Misfit("it has a g_idx, but its scales are per block")
-        group.check_form(packing.GROUPS, "g_idx", "I32", shape[-1:])
-    grouped = grid.columns == 1 and configured(group, "group_size", "group") == shape[-1]
+        group.check_form(packing.GROUPS, "g_idx", ("I32",), shape[-1:])
+    grouped = grid.columns == 1 and group.configured("group_size", "group") == shape[-1]
     label = label_of(f"int{bits}", grid, shape, packing.ZERO in group.parts, grouped)
     return group.packing("int", label, shape, bits, "offset", word_codes=words, grid=grid, zeros=packed)
 
 
-def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
+def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> packing.Grid:
     """Return the grid of scales per group, row or tensor if the configuration does not define it."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         if math.prod(scale) == 1:
@@ -70,7 +55,7 @@ def _ct_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid:
         raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
     if not scale[-1] or shape[-1] % scale[-1]:
         raise Misfit(f"rows of {shape[-1]} codes do not divide into {scale[-1]} equal groups")
-    return Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
+    return packing.Grid(1, max(1, shape[-1] // scale[-1]), shape[-2], scale[-1])
 
 
 def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
@@ -85,7 +70,15 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
     # Read weight_shape only if group sizes do not decide: a checkpoint of experts has 100,000 groups, and reading the
     # weights compares it anyway.
     if shape is not None and not (len(fits) == 1 and None not in counts and usual and scale[-1] > 1):
-        counts = [_ct_columns(group)] * len(described)
+        logical = _integers(group)
+        if (
+            not 2 <= len(logical) <= len(stored)
+            or min(logical) < 0
+            or logical[-2] != stored[-2]
+            or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
+        ):
+            raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
+        counts = [logical[-1]] * len(described)
         fits = _ct_fits(stored[-1], counts, described)
     elif None in counts:
         raise Misfit("it has no weight_shape, and config.json has no group_size")
@@ -108,28 +101,14 @@ def _integers(group: PackedGroup) -> tuple[int, ...]:
     return tuple(array.tolist())
 
 
-def _ct_columns(group: PackedGroup) -> int:
-    """Return the columns in weight_shape."""
-    stored, logical = group.stored, _integers(group)
-    if (
-        not 2 <= len(logical) <= len(stored)
-        or min(logical) < 0
-        or logical[-2] != stored[-2]
-        or (len(logical) == len(stored) and logical[:-1] != stored[:-1])
-    ):
-        raise Misfit(f"weight_shape {list(logical)} does not fit codes {list(stored)}")
-    return logical[-1]
-
-
 def _ct_fits(
     width: int, counts: Sequence[int | None], described: Sequence[tuple[Any, Any]]
 ) -> dict[tuple[int, int, int], None]:
     """Return all columns, bits, and codes per word of the old layout (else 0) for rows of ``width`` words."""
     fits: dict[tuple[int, int, int], None] = {}
-    for count, (exact, _) in zip(counts, described, strict=True):
+    known = ((count, exact) for count, (exact, _) in zip(counts, described, strict=True) if count is not None)
+    for count, exact in known:
         for bits in (exact,) if type(exact) is int and 1 <= exact <= 8 else range(1, 9):
-            if count is None:
-                continue
             if -(-count * bits // 32) == width:
                 fits[count, bits, 0] = None
             elif -(-count // (32 // bits)) == width:
@@ -140,7 +119,7 @@ def _ct_fits(
 # ---- small floats ----
 
 
-def ct_fp4(group: PackedGroup) -> Packing:
+def ct_fp4(group: PackedGroup) -> packing.Packing:
     """compressed-tensors: NVFP4 with or without a dividing global scale; MXFP4; MXFP6 with 4 codes in 3 bytes.
 
     auto-round uses the same names; its ``data_type`` mx_int means other numbers.
@@ -151,49 +130,56 @@ def ct_fp4(group: PackedGroup) -> Packing:
     if isinstance(kind, str) and kind.startswith("mx_int"):
         packed = fp4(group, "mxint4", 32, "F8_E8M0", "mxint4")
     elif packing.GLOBAL in group.parts:
-        packed = check_shared(group, fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
+        packed = group.check_shared(fp4(group, "nvfp4", 16, nvfp4))._replace(scale_rule=packing.DIVIDED)
     elif dtype not in ("U8", "F8_E8M0"):
         if {weights.get("strategy") for weights in group.weights} != {"group"}:  # NVFP4 has a global scale
             raise Misfit(f"scales of MXFP4 and MXFP6 must be F8_E8M0 or U8, got {dtype}")
         packed = fp4(group, "fp4 g16", 16, nvfp4)
     elif stored and scale and scale[:-1] == stored[:-1] and scale[-1] * 24 == stored[-1]:
         shape = (*stored[:-1], stored[-1] // 3 * 4)
-        grid, scales = whole_grid(shape, 1, 32), group.scale_dtype("F8_E8M0")
-        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype=scales)
+        grid = whole_grid(shape, 1, 32)
+        packed = group.packing("fp6", "mxfp6", shape, 6, "e2m3", grid=grid, scale_dtype="F8_E8M0")
     else:
         packed = fp4(group, "mxfp4", 32, "F8_E8M0")
-    configured_grid(group, packed.shape)  # raises if the configured groups have another size
+    group.configured_grid(packed.shape)  # raises if the configured groups have another size
     return packed
 
 
 # ---- sparse values ----
 
 
-def bitmask(group: PackedGroup) -> Packing:
+def bitmask(group: PackedGroup) -> packing.Packing:
     """``X.compressed`` holds the values of all rows, ``X.bitmask`` a bit per position, lowest bit first."""
     if f".{group.logical}".endswith((".weight.weight", ".bias.weight")):
         raise Misfit(f"{show(group.codes)} belongs to a tensor, not to a module")  # another family fits better
     stored, pairs = group.stored, len(group.stored) == 2  # pairs of every four values
-    shape: tuple[int, ...] = (stored[0], 2 * stored[1]) if pairs else _sparse_shape(group)
     if pairs:
+        shape: tuple[int, ...] = (stored[0], 2 * stored[1])
         if shape[1] % 4:
             raise Misfit(f"values {list(stored)} are not two of every four columns")
-        row, own = group.parts[packing.SHAPE]
-        if own not in ((2, 1), (2,)) or row.code not in ("I64", "I32"):
-            raise Misfit(f"shape is {row.code} {list(own)}, expected I64 [2, 1]")
-    group.check_form(packing.MASK, "bitmask", "U8", (*shape[:-1], -(-shape[-1] // 8)), f" for shape {list(shape)}")
+        group.check_form(packing.SHAPE, "shape", ("I64", "I32"), (2, 1), (2,))
+    else:  # the mask only implies its number of bytes
+        if len(stored) != 1:
+            raise Misfit(f"values must be a list or a matrix, got shape {list(stored)}")
+        shape = _integers(group)
+        if len(shape) > 2:
+            raise Refused(
+                f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix"
+            )
+        if not shape or min(shape) < 0:
+            raise Misfit(f"shape {list(shape)} is not the shape of a weight")
+    of = f" for shape {list(shape)}"
+    group.check_form(packing.MASK, "bitmask", ("U8",), (*shape[:-1], -(-shape[-1] // 8)), of=of)
     if not pairs:
         if packing.OFFSETS not in group.parts:
             raise Misfit("its row_offsets are missing")
-        row, own = group.parts[packing.OFFSETS]
-        if row.code not in ("I64", "I32") or own not in ((shape[:1],) if len(shape) > 1 else ((), (1,))):
-            expected = f"I64 {list(shape[:-1])} for shape {list(shape)}"
-            raise Misfit(f"row_offsets is {row.code} {list(own)}, expected {expected}")
+        shapes: Sequence[tuple[int, ...]] = (shape[:1],) if len(shape) > 1 else ((), (1,))
+        group.check_form(packing.OFFSETS, "row_offsets", ("I64", "I32"), *shapes, of=of)
     packed = _sparse_values(group, "sparse 2:4" if pairs else "sparse", shape)
     return packed._replace(layout=packing.MASKED, row_bytes=stored[1] * group.row.block_bytes if pairs else 0)
 
 
-def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> Packing:
+def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> packing.Packing:
     """Return the packing of the values as if all were stored."""
     numbers = group.row.code
     if numbers in NUMBERS:
@@ -211,23 +197,7 @@ def _sparse_values(group: PackedGroup, prefix: str, shape: tuple[int, ...]) -> P
     return packed._replace(label=f"{prefix} {packed.label}")
 
 
-def _sparse_shape(group: PackedGroup) -> tuple[int, ...]:
-    """Return the logical shape from its own tensor: the mask only implies its number of bytes."""
-    if len(group.stored) != 1:
-        raise Misfit(f"values must be a list or a matrix, got shape {list(group.stored)}")
-    shape = _integers(group)
-    if len(shape) > 2:
-        raise Refused(f"shape {list(shape)} has more than two axes, and row_offsets locate only the rows of a matrix")
-    if not shape or min(shape) < 0:
-        raise Misfit(f"shape {list(shape)} is not the shape of a weight")
-    return shape
-
-
 # ---- writing ----
-
-
-# Modules of the language model. Those of vision models have names in files that lack a prefix of the engine's.
-_MODEL = "model."
 
 
 def lay_out(
@@ -261,7 +231,8 @@ def lay_out(
         "targets": ["Linear"],
         "weights": weights,
     }
-    anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith(_MODEL)]
+    # The names of vision models in files lack a prefix of the engine; "model." begins those of the language model.
+    anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith("model.")]
     ignored = sorted({*left, *anywhere})
     settings = filled("compressed-tensors", config_groups={"group_0": group}, format=layout, ignore=ignored)
     return with_quantization(config, settings)
@@ -271,32 +242,29 @@ def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, 
     return filled("arguments of compressed-tensors", **fields, num_bits=bits, strategy=strategy, type=kind)
 
 
-def _preset(name: str, method: int, bits: int, group: int | None, parts: Mapping[str, StoredPart]) -> Preset:
-    def constants(_: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, Array]:
-        return {packing.SHAPE: np.array(shape, np.int64)} if packing.SHAPE in parts else {}
-
-    return Preset(name, SERVERS, method, bits, group, parts, lay_out, constants)
+def _shape(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
+    return {packing.SHAPE: np.array(shape, np.int64)}
 
 
 _WORDS = {**parts_of(".weight_packed", "I32", ".weight_scale", None), packing.SHAPE: StoredPart(".weight_shape", "I64")}
 _ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
 _INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
+_MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
 _NVFP4 = {
     **parts_of(".weight_packed", "U8", ".weight_scale", "F8_E4M3"),
     packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
 }
-_MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
 
 PRESETS = [
-    _preset("w4a16", lib.SL_ENCODE_INT, 4, 128, _WORDS),
-    _preset("w4a16_asym", lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC),
-    _preset("w8a16", lib.SL_ENCODE_INT, 8, 128, _WORDS),
-    _preset("w8a8", lib.SL_ENCODE_INT, 8, None, _INT8)._replace(signed=True),
-    _preset("fp8_dynamic", lib.SL_ENCODE_FP8, 8, None, _FLOAT8),
-    _preset("fp8_block", lib.SL_ENCODE_FP8, 8, 128, _FLOAT8)._replace(row_block=128),
-    _preset("nvfp4a16", lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4),
-    _preset("mxfp4a16", lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4),
+    Preset("w4a16", SERVERS, lib.SL_ENCODE_INT, 4, 128, _WORDS, lay_out, _shape),
+    Preset("w4a16_asym", SERVERS, lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC, lay_out, _shape),
+    Preset("w8a16", SERVERS, lib.SL_ENCODE_INT, 8, 128, _WORDS, lay_out, _shape),
+    Preset("w8a8", SERVERS, lib.SL_ENCODE_INT, 8, None, _INT8, lay_out, signed=True),
+    Preset("fp8_dynamic", SERVERS, lib.SL_ENCODE_FP8, 8, None, _FLOAT8, lay_out),
+    Preset("fp8_block", SERVERS, lib.SL_ENCODE_FP8, 8, 128, _FLOAT8, lay_out, row_block=128),
+    Preset("nvfp4a16", SERVERS, lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4, lay_out),
+    Preset("mxfp4a16", SERVERS, lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4, lay_out),
 ]
 
 

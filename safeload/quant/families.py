@@ -21,10 +21,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..core import dtypes
-from ..core.arrays import Array
-from ..core.packing import CODES, SCALE, Packing
-from ..core.runtime import read_data
+from ..core import arrays, dtypes, packing, runtime
 from ..core.text import show
 
 # The usual formats are in the last modules.
@@ -63,7 +60,7 @@ class Family(NamedTuple):
     main: str  # suffix of the name of the codes
     dtypes: frozenset[str]  # codes of the dtypes of the codes
     required: Mapping[str, tuple[str, ...]]  # suffixes of the parts in place of ``main``, preferred first
-    describe: Callable[[Any], Packing] | None  # of a `PackedGroup`; may raise `Misfit`. None if ``reader`` is set
+    describe: Callable[[Any], packing.Packing] | None  # of a `PackedGroup`; may raise `Misfit`; None with a ``reader``
     optional: Mapping[str, tuple[str, ...]] = {}  # suffixes of parts that can be absent
     logical: str | None = None  # replaces ``main`` in the name of the packed tensor; None leaves it
     # required ``quant_method`` of the configuration; if set, only this row and fp8 apply to its codes
@@ -87,7 +84,7 @@ def _modules() -> list[Any]:
 def families() -> tuple[Family, ...]:
     """Return all rows of families."""
     rows = [row for module in _modules() for row in module.FAMILIES]
-    for row in read_data(__name__, "refused.json")["refused"]:
+    for row in runtime.read_data(__name__, "refused.json")["refused"]:
         codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
         beside, methods = {MARK: row["beside"]} if "beside" in row else {}, row.get("methods", ())
         rows.append(
@@ -143,7 +140,7 @@ class Preset(NamedTuple):
     # and the modules in another format of the engine.
     lay_out: Callable[[Preset, Mapping[str, Any], Mapping[str, str], Mapping[str, Preset]], dict[str, Any]]
     # The parts that do not depend on values: of the format, the shape of a weight and the name of its dtype.
-    constants: Callable[[Preset, tuple[int, ...], str], dict[str, Array]] = lambda *_: {}
+    constants: Callable[[Preset, tuple[int, ...], str], dict[str, arrays.Array]] = lambda *_: {}
     row_block: int = 1  # rows of a block
     signed: bool = False  # True for codes in two's complement, without an offset
     flat: bool = False  # True if blocks cross rows
@@ -153,7 +150,7 @@ class Preset(NamedTuple):
 
 def parts_of(codes: str, codes_dtype: str, scale: str, scale_dtype: str | None) -> dict[str, StoredPart]:
     """Return the parts of most formats."""
-    return {CODES: StoredPart(codes, codes_dtype), SCALE: StoredPart(scale, scale_dtype)}
+    return {packing.CODES: StoredPart(codes, codes_dtype), packing.SCALE: StoredPart(scale, scale_dtype)}
 
 
 @cache
@@ -182,4 +179,4 @@ def preset_of(scheme: object) -> Preset | None:
 
 def filled(key: str, **fields: Any) -> dict[str, Any]:
     """Return settings of ``engines.json`` with some fields filled in, in the order of the engine's tool."""
-    return {**read_data(__name__, "engines.json")[key], **fields}
+    return {**runtime.read_data(__name__, "engines.json")[key], **fields}

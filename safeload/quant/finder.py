@@ -14,10 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core import dtypes, packing, registry
-from ..core.json_file import read_json
-from ..core.packing import CODES, Packed, Packing, Part
-from ..core.registry import Opened
+from ..core import dtypes, json_file, packing, registry
 from ..core.table import ListedTable, Listing, Table
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
@@ -45,15 +42,11 @@ _MOST_INDEXES = 4
 # Marks of ComfyUI, which stores 4-bit codes in another order and can rotate wider codes, except fp8.
 _COMFY_METADATA, _COMFY_SUFFIX = "_quantization_metadata", ".comfy_quant"
 _CODES = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES
-# Dtypes of codes with ordinary names.
-_PACKING = frozenset(("U8", "I8", "U32"))
 # Maximum number of codes in an element of these dtypes: words and bytes hold codes of at least 1 bit.
 _PER_ELEMENT = {"I8": 8, "U8": 8, "I16": 16, "I32": 32, "U32": 32}
 
 # The end of the names of zero points, which are plain numbers even if they have the dtype of codes.
 _PLAIN = "zero_point"
-
-_U8 = dtypes.BY_CODE["U8"]
 
 # Location of a tensor: file and index in its table.
 Place = tuple[WeightFile, int]
@@ -69,8 +62,8 @@ def _present(suffixes: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def make_logical(
-    opened: Opened,
-) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, Part], dict[str, str], Quantization | None]:
+    opened: registry.Opened,
+) -> tuple[dict[str, Place] | None, dict[str, str], dict[str, packing.Part], dict[str, str], Quantization | None]:
     """Give open files tables in which each packed tensor appears once.
 
     A missing scale is an error if the files are a complete checkpoint.
@@ -88,8 +81,7 @@ def make_logical(
     places = dict(where) if where is not None else {n: (files[0], k) for k, n in enumerate(files[0].table.names)}
     conv1d = None
     if not in_gguf:
-        if quantization is None:
-            quantization = find_quantization(files, title)
+        quantization = quantization or find_quantization(files, title)
         if _present(CONV1D_SUFFIXES, places):
             conv1d = conv1d_model(config or config_inside(files[0]) or config_beside(files[0]))
     rival = None if quantization is None else quantization.rival
@@ -133,15 +125,15 @@ def _listings(table: Table, finder: _Finder, shapes: Mapping[str, tuple[int, ...
     for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
         if name in finder.packed:
             logical, packed = finder.packed[name]
-            yield Listing(logical, _U8 if row.blocked else row, packed.packing.shape, begin, end, packed=packed)
+            yield Listing(
+                logical, dtypes.BY_CODE["U8"] if row.blocked else row, packed.packing.shape, begin, end, packed=packed
+            )
         elif name not in finder.hidden:
             index, own = table.find(name), shapes.get(name, shape)
             yield Listing(name, row, own, begin, end, table.strides.get(index), table.scales.get(index))
 
 
 class _Finder:
-    """Finds the packed tensors of a checkpoint."""
-
     def __init__(
         self,
         places: Mapping[str, Place],
@@ -151,13 +143,13 @@ class _Finder:
         model_type: str | None,  # of a model with Conv1D layers
     ) -> None:
         self._rows = IN_GGUF if in_gguf else families()
-        self.packed: dict[str, tuple[str, Packed]] = {}  # by the name of the codes: logical name and packed tensor
+        self.packed: dict[str, tuple[str, packing.Packed]] = {}  # by the name of the codes: logical name, packed tensor
         self.hidden: dict[str, str] = {}  # parts, with their packed tensor, and ignored tensors, with ""
         self.faults: list[str] = []  # missing or misfitting parts
         self.refused: dict[str, str] = {}  # unsupported codes, with the reason
         self._companions: set[str] = set()  # of refused codes
         # By family and kind: thousands of experts have the parts of the first.
-        self._kinds: dict[tuple[int, object], Packing] = {}
+        self._kinds: dict[tuple[int, object], packing.Packing] = {}
         self._in_gguf, self._has_conv1d = in_gguf, model_type is not None
         self._quantization = quantization or UNCONFIGURED
         described_in = tuple([suffix for family in self._rows for suffix in family.described_in])
@@ -165,7 +157,6 @@ class _Finder:
         self.part, self._tensors = self._context.part, self._context.tensors
 
     def run(self, files: Sequence[WeightFile], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find all packed tensors and faults."""
         if self._quantization.is_rotated:
             return  # weights in a rotated basis
         methods, codes = (None, self._quantization.method), {stored.row.code for stored in self._tensors.values()}
@@ -224,7 +215,7 @@ class _Finder:
             parts = {role: self.part(part) for role, part in names.items()}
             if None in parts.values():
                 continue
-            self.packed[name] = logical, Packed(own, parts)  # type: ignore[arg-type]
+            self.packed[name] = logical, packing.Packed(own, parts)  # type: ignore[arg-type]
             if group.is_alike and kind[1] is not None:
                 self._kinds[kind] = packed
             return
@@ -233,10 +224,8 @@ class _Finder:
 
     def _hide_parts(self) -> None:
         """Hide the parts of packed tensors. A part is never packed itself, and logical names are unique."""
-        parts = {
-            part.name for _, packed in self.packed.values() for role, part in packed.parts.items() if role != CODES
-        }
-        for name in parts & self.packed.keys():
+        roles = [item for _, packed in self.packed.values() for item in packed.parts.items()]
+        for name in {part.name for role, part in roles if role != packing.CODES} & self.packed.keys():
             del self.packed[name]
         owners: dict[str, str] = {}
         for name, (logical, packed) in list(self.packed.items()):
@@ -244,10 +233,10 @@ class _Finder:
                 first = show(owners[logical])
                 self.faults.append(f"tensor {show(logical)}: stored twice, as {first} and as {show(name)}")
                 del self.packed[name]
-                continue
-            for part in packed.parts.values():
-                if part.name != logical:
-                    self.hidden[part.name] = logical
+            else:
+                for part in packed.parts.values():
+                    if part.name != logical:
+                        self.hidden[part.name] = logical
 
     def _refuse_unread(self) -> None:
         """Refuse codes beside an unread companion if its name suggests a change of their values."""
@@ -275,16 +264,12 @@ class _Finder:
                 continue
             bare = name.removesuffix("_packed"), name.removesuffix("_blocks"), name.replace(".qweight", ".weight")
             is_reported = not reported.isdisjoint(map(tensor_named, (name, *bare)))
-            if is_reported or _unread_by_quark(quantization, name) is not None or not quantization.is_covered(name):
-                continue
-            self.faults.append(
-                f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
-                f"({quantization} in config.json)"
-            )
-        for family in self._rows:
-            strays = family.strays
-            if strays is None or strays.method != quantization.method:
-                continue
+            if not is_reported and _unread_by_quark(quantization, name) is None and quantization.is_covered(name):
+                self.faults.append(
+                    f"tensor {show(name)} holds {stored.row.code} codes, but the checkpoint has no scale for them "
+                    f"({quantization} in config.json)"
+                )
+        for strays in (row.strays for row in self._rows if row.strays and row.strays.method == quantization.method):
             for name in alone:
                 suffix = next((suffix for suffix in strays.suffixes if name.endswith(suffix)), None)
                 if suffix is None:
@@ -303,7 +288,7 @@ def _looks_like_codes(name: str, stored: Stored, quantization: Quantization) -> 
         return not name.endswith(_PLAIN)
     if code == "I32":
         return name.endswith(".weight" if quantization.method == QUARK else ".qweight")
-    return code in _PACKING and name.endswith(("weight", "_proj"))
+    return code in ("U8", "I8", "U32") and name.endswith(("weight", "_proj"))
 
 
 # ---- Conv1D, the layer of GPT-2 with weights [in, out]; tools quantize it as a linear layer, [out, in] ----
@@ -328,7 +313,7 @@ def is_named_conv1d(name: str) -> bool:
     return last in ("weight", "qweight") and module.rpartition(".")[2] in CONV1D
 
 
-def _of_conv1d(packed: Packing) -> Packing:
+def _of_conv1d(packed: packing.Packing) -> packing.Packing:
     """Return the packing of a layer's weight as [in, out]."""
     if packed.family not in _TURNED or len(packed.shape) != 2:
         return packed
@@ -464,11 +449,10 @@ def find(
     refusals: dict[str, tuple[str, str]] = {}
     for name, stored in tensors.items():
         code, scale, rest = stored.row.code, None, None
+        narrow = code not in _CODES and stored.shape[1:] != (1,)
         for row, role, suffix in clues if code in _CODES else telling:
             other = name[: len(name) - len(row.main)] + suffix
-            if other not in names or not name.endswith(row.main):
-                continue
-            if row.wide and code not in _CODES and stored.shape[1:] != (1,):
+            if other not in names or not name.endswith(row.main) or (row.wide and narrow):
                 continue
             if role != packing.SCALE:
                 rest = rest or other
@@ -500,8 +484,7 @@ def find(
         )
         if name in companions or known:
             companion = None if known and name.endswith(SPARSE) else companions.get(name)
-            why = refusals.get(name) or _refusal_of(name, code, quantization)
-            codes[name] = Codes(code, companion, method, *why)
+            codes[name] = Codes(code, companion, method, *(refusals.get(name) or _refusal_of(name, code, quantization)))
     return codes
 
 
@@ -540,11 +523,9 @@ def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tup
         with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
             reason = _unread_by_quark(quantization, name)
         return reason, reason and "AMD Quark"
-    for value in (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ():
-        for family in families():
-            if value in family.methods:
-                return family.name, family.reader
-    return None, None
+    values = (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ()
+    known = ((row.name, row.reader) for value in values for row in families() if value in row.methods)
+    return next(known, (None, None))
 
 
 def _unread_by_quark(quantization: Quantization, name: str) -> str | None:
@@ -603,8 +584,7 @@ def codes_of(
     """Return the code tensors of open files."""
     if not any(file.table.may_be_packed() or file.table.quantized for file in files):
         return {}
-    if search:
-        quantization = quantization_beside(files[0])
+    quantization = quantization_beside(files[0]) if search else quantization
     stored = stored_of(parts)
     codes = find(stored, quantization, _shards_beside(files[0]) if incomplete and len(files) == 1 else ())
     for name, reason in refused.items():
@@ -646,7 +626,7 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
     try:
         indexes = [name for name, _ in files.listing(folder or ".") if name.endswith(".index.json")]
         for index in indexes[:_MOST_INDEXES]:
-            weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
+            weight_map = json_file.read_json(files.join(folder, index), "index.json", files).get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
     except VerificationError:

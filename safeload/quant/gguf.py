@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from ..core import dtypes, packing
+from ..core import dtypes, packing, weight_file
 from ..core.packing import CODES, SCALE, Grid, Packed, Packing, Part
-from ..core.weight_file import WeightFile
 from .families import Family
 from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale
 from .quantization import GGUF
@@ -34,9 +33,8 @@ def _scaled(group: PackedGroup, row: dtypes.Dtype, label: str) -> Packing:
         if not shape or shape[-1] % row.block_bytes:
             raise Misfit(f"codes {list(shape)} are not whole blocks of {row.block_bytes} bytes")
         shape = (*shape[:-1], shape[-1] // row.block_bytes * row.block)
-    matrices = matrices_of(shape)[0]
     size = math.prod(scale)
-    if size != 1 and (len(shape) < 3 or size != matrices):
+    if size != 1 and (len(shape) < 3 or size != matrices_of(shape)[0]):
         raise Misfit(f"{group.names[SCALE]} {list(scale)} must hold a single scale or one per matrix of {list(shape)}")
     return blocks_of(row, label, shape, shared=size == 1)
 
@@ -67,7 +65,7 @@ def across_rows(
             yield name, (name, Packed(kind, {CODES: codes}))
 
 
-def ternary(files: Iterable[WeightFile]) -> Iterator[tuple[str, tuple[str, Packed]]]:
+def ternary(files: Iterable[weight_file.WeightFile]) -> Iterator[tuple[str, tuple[str, Packed]]]:
     """Yield the I2_S tensors: codes, and the scale that follows them as a separate part."""
     for file in files:
         for name, shape in file.table.ternary.items():

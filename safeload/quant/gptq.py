@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import packing, restore
-from ..core.packing import Grid, Packed, Packing, Zeros
+from ..core import restore
+from ..core.packing import COLUMNS, GROUPS, ROWS, SCALE, WORDS, ZERO, Grid, Packed, Packing, Zeros
 from ..core.text import show
 from .families import Family
 from .packed_group import Misfit, PackedGroup, Refused
@@ -36,27 +36,8 @@ _CHECKPOINT_FORMATS = {"gptq": 1, "gptq_v2": 0}
 
 def describe(group: PackedGroup) -> Packing:
     """Return the layout for the shapes of words, scales and zero points."""
-    settings = group.settings()
-    _refuse(group, settings)
-    stored, scale = group.stored, group.scales
-    zeros = group.parts[packing.ZERO].shape if packing.ZERO in group.parts else None
-    if len(stored) != 2 or len(scale) != 2 or 0 in (*stored, *scale):
-        raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
-    if zeros is not None and group.parts[packing.ZERO].row.code != "I32":
-        raise Misfit(f"qzeros are {group.parts[packing.ZERO].row.code}, expected I32")
-    transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
-    rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
-    if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
-        return _gemv(group, settings)
-    if not transposed:
-        raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
-    return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
-
-
-def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
-    """Refuse layouts for special kernels."""
-    why = group.config.unread_layout
-    if why is not None:
+    settings, why = group.settings(), group.config.unread_layout
+    if why is not None:  # for special kernels
         raise Refused(f"{why} is not supported")
     if group.row.code != "I32":
         raise Refused(f"its words are {group.row.code}, and only I32 is supported (pack_dtype)")
@@ -64,6 +45,19 @@ def _refuse(group: PackedGroup, settings: Mapping[str, Any]) -> None:
         raise Refused("its weights are in a rotated basis (rotation_config)")
     if f"{group.module}.w_bf16_to_fp8_scale" in group.context.tensors:
         raise Refused("its scales belong to fp8 weights (w_bf16_to_fp8_scale)")
+    stored, scale = group.stored, group.scales
+    zeros = group.parts[ZERO].shape if ZERO in group.parts else None
+    if len(stored) != 2 or len(scale) != 2 or 0 in (*stored, *scale):
+        raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
+    if zeros is not None and group.parts[ZERO].row.code != "I32":
+        raise Misfit(f"qzeros are {group.parts[ZERO].row.code}, expected I32")
+    transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
+    rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
+    if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
+        return _gemv(group, settings)
+    if not transposed:
+        raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
+    return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
 
 
 def _check_method(group: PackedGroup, layout: str, methods: frozenset[str]) -> None:
@@ -128,12 +122,11 @@ def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
         raise Refused(f"GPTQModel's layout of {bits} bits is not supported")
     length = stored[0] * 32 // bits
     size = _group_size(group, settings, length, scale[0])
-    if packing.GROUPS in group.parts:
-        group.check_form(packing.GROUPS, "g_idx", "I32", (length,))
+    if GROUPS in group.parts:
+        group.check_form(GROUPS, "g_idx", ("I32",), (length,))
     label, shape = _label(f"gptq{bits}", size, length), (scale[1], length)
-    symmetric = settings.get("sym") is not False
-    packed = Zeros(packing.ROWS, bits, added=_added(group, settings), symmetric=symmetric)
-    return group.transposed("gptq", label, shape, bits, "unsigned", size=size, layout=packing.COLUMNS, zeros=packed)
+    packed = Zeros(ROWS, bits, added=_added(group, settings), symmetric=settings.get("sym") is not False)
+    return group.transposed("gptq", label, shape, bits, "unsigned", size=size, layout=COLUMNS, zeros=packed)
 
 
 def _added(group: PackedGroup, settings: Mapping[str, Any]) -> int:
@@ -164,14 +157,14 @@ def wrapped_zeros(packed: Packed) -> int:
     step, count = max(1, _CHUNK // grid.columns), 0
     for row in range(0, grid.rows, step):
         at = slice(row, min(row + step, grid.rows)), slice(0, grid.columns)
-        codes = restore.read_codes(zeros, grid, packed.parts[packing.ZERO], ((0, 1), at))
+        codes = restore.read_codes(zeros, grid, packed.parts[ZERO], ((0, 1), at))
         count += int((codes == (1 << zeros.bits) - 1).sum())
     return count
 
 
 def _settled(packed: Packed, zeros: Zeros) -> Zeros:
     assert packed.packing.grid is not None
-    return restore.settled(zeros, packed.packing.grid, packed.parts[packing.ZERO], packed.packing.matrices)[0]
+    return restore.settled(zeros, packed.packing.grid, packed.parts[ZERO], packed.packing.matrices)[0]
 
 
 # ---- AWQ ----
@@ -186,13 +179,13 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
         raise Misfit("its qzeros are missing")
     if zeros is not None and zeros != (scale[0], stored[1]):
         raise Misfit(f"qzeros {list(zeros)} do not fit scales {list(scale)}")
-    if packing.GROUPS in group.parts:
+    if GROUPS in group.parts:
         raise Misfit("AWQ weights must not have a g_idx")
     size = _group_size(group, settings, stored[0], scale[0])
     numbers = "offset" if zeros is None else "unsigned"
     export = settings.get("export")
     method = (export if isinstance(export, Mapping) else settings).get("pack_method")
-    order = packing.WORDS if method is None else word_layout(method, "pack_method")
+    order = WORDS if method is None else word_layout(method, "pack_method")
     if method is not None and settings.get("zero_point") is False:  # AMD Quark also writes AWQ's names
         numbers = "signed"
     label, packed = _label("awq4", size, stored[0]), None if zeros is None else Zeros(order, 4)
@@ -211,7 +204,7 @@ def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
     groups = -(-length // size)
     if length % size or -(-groups // (words * _CODES_IN_WORD)) * words * _CODES_IN_WORD != scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit rows of {length} in groups of {size} (group_size)")
-    grid, zeros = Grid(1, size, scale[0], scale[1]), Zeros(packing.ROWS, 4)
+    grid, zeros = Grid(1, size, scale[0], scale[1]), Zeros(ROWS, 4)
     label = _label("awq4", size, length)
     return group.packing("awq", label, (stored[0], length), 4, "unsigned", grid=grid, zeros=zeros)
 
@@ -274,9 +267,9 @@ FAMILIES = [
         "GPTQ, auto-round, AWQ",
         ".qweight",
         frozenset(("I8", "I16", "I32")),
-        {packing.SCALE: (".scales", ".qscales")},  # transformers 5.6 and later save Quark's with an extra q
+        {SCALE: (".scales", ".qscales")},  # transformers 5.6 and later save Quark's with an extra q
         describe,
-        {packing.ZERO: (".qzeros", ".qqzeros"), packing.GROUPS: (".g_idx",)},
+        {ZERO: (".qzeros", ".qqzeros"), GROUPS: (".g_idx",)},
         logical=".weight",
     )
 ]

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import packing
-from ..core.native import lib
-from ..core.packing import Packing
+from ..core import native
+from ..core.packing import BIAS, GLOBAL, MLX, MLX_GLOBAL, SCALE, STORED, Packing
 from ..core.text import show
 from ..models.family import mlx_experts_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
-from .packed_group import Misfit, PackedGroup, Refused, check_shared, whole_grid
+from .packed_group import Misfit, PackedGroup, Refused, whole_grid
 from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
 
 _MLX_MODES = {
@@ -36,12 +35,12 @@ def mlx(group: PackedGroup) -> Packing:
         own = settings.get(group.module)
         settings = own if isinstance(own, Mapping) else settings  # a module's own settings inherit nothing
     mode = settings.get("mode")
-    if packing.BIAS not in group.parts:
+    if BIAS not in group.parts:
         if mode == "affine" or group.scale_code != "U8":
             raise Misfit("its biases are missing, which codes with float scales need")
         return _mlx_mode(group, mode if isinstance(mode, str) else "mxfp4")
-    if group.parts[packing.BIAS].shape != scale:
-        raise Misfit(f"biases {list(group.parts[packing.BIAS].shape)} do not fit scales {list(scale)}")
+    if group.parts[BIAS].shape != scale:
+        raise Misfit(f"biases {list(group.parts[BIAS].shape)} do not fit scales {list(scale)}")
     bits, size = settings.get("bits"), settings.get("group_size")
     if group.method == "mlx":
         bits, size = _MLX_BITS if bits is None else bits, _MLX_GROUP if size is None else size
@@ -62,29 +61,21 @@ def mlx(group: PackedGroup) -> Packing:
         )
     shape = (*stored[:-1], columns)
     return group.packing(
-        packing.MLX,
-        f"mlx{bits} g{size}",
-        shape,
-        bits,
-        "U8" if bits == 8 else "unsigned",
-        grid=whole_grid(shape, 1, size),
+        MLX, f"mlx{bits} g{size}", shape, bits, "U8" if bits == 8 else "unsigned", grid=whole_grid(shape, 1, size)
     )
 
 
 def _mlx_mode(group: PackedGroup, mode: str) -> Packing:
     if mode not in _MLX_MODES:
-        modes = ", ".join(("affine", *_MLX_MODES))
-        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of {modes}")
+        raise Misfit(f"unknown quantization mode {show(mode)}, expected one of affine, {', '.join(_MLX_MODES)}")
     bits, block, numbers, exponents = _MLX_MODES[mode]
     stored, scale = group.stored, group.scales
     shape = (*stored[:-1], stored[-1] * 32 // bits)
     if group.scale_code != "U8" or shape[-1] != scale[-1] * block:
         raise Misfit(f"{group.scale_code} scales {list(scale)} do not fit rows of {shape[-1]} in {mode}")
-    rule = packing.MLX_GLOBAL if packing.GLOBAL in group.parts else packing.STORED
-    packed = group.packing(
-        packing.MLX, mode, shape, bits, numbers, grid=whole_grid(shape, 1, block), scale_dtype=exponents
-    )
-    return check_shared(group, packed)._replace(scale_rule=rule)
+    rule = MLX_GLOBAL if GLOBAL in group.parts else STORED
+    scales = {"grid": whole_grid(shape, 1, block), "scale_dtype": exponents, "scale_rule": rule}
+    return group.check_shared(group.packing(MLX, mode, shape, bits, numbers, **scales))
 
 
 # ---- writing ----
@@ -106,13 +97,9 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
-    older: dict[str, Any] = {}
-    parameters = config.get("rope_parameters")
-    rope = parameters if isinstance(parameters, Mapping) else {}
-    sliding = rope.get("sliding_attention")
-    if isinstance(sliding, Mapping):  # Gemma 3: by the kind of layer
-        older["rope_local_base_freq"] = sliding.get("rope_theta")
-    full = rope.get("full_attention")
+    rope = mapping(config.get("rope_parameters"))
+    sliding, full = rope.get("sliding_attention"), rope.get("full_attention")  # Gemma 3: by the kind of layer
+    older: dict[str, Any] = {"rope_local_base_freq": mapping(sliding).get("rope_theta")}
     rope = full if isinstance(full, Mapping) else rope
     older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
     kind = rope.get("rope_type", "default")
@@ -135,20 +122,20 @@ _ENGINE = Engine(
     dropped=(".rotary_emb.inv_freq",),
 )
 _BITS, _GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-_AFFINE = {**parts_of(".weight", "U32", ".scales", None), packing.BIAS: StoredPart(".biases", None)}
+_AFFINE = {**parts_of(".weight", "U32", ".scales", None), BIAS: StoredPart(".biases", None)}
 _MODE = parts_of(".weight", "U32", ".scales", "U8")
 
 
 def _affine(bits: int, group: int, suffix: str = "") -> Preset:
-    return Preset(f"mlx{bits}{suffix}", _ENGINE, lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
+    return Preset(f"mlx{bits}{suffix}", _ENGINE, native.lib.SL_ENCODE_MLX, bits, group, _AFFINE, lay_out)
 
 
 PRESETS = [
     *(_affine(bits, _MLX_GROUP) for bits in _BITS),
     *(_affine(bits, group, f"-g{group}") for bits in _BITS for group in _GROUPS),
-    Preset("mlx-mxfp4", _ENGINE, lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
-    Preset("mlx-nvfp4", _ENGINE, lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
-    Preset("mlx-mxfp8", _ENGINE, lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
+    Preset("mlx-mxfp4", _ENGINE, native.lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),
+    Preset("mlx-nvfp4", _ENGINE, native.lib.SL_ENCODE_MLX_NVFP4, 4, 16, _MODE, lay_out),
+    Preset("mlx-mxfp8", _ENGINE, native.lib.SL_ENCODE_MLX_MXFP8, 8, 32, _MODE, lay_out),
 ]
 SETTINGS_OF_MODULES = {"mlx": lambda quantization, module: mapping(quantization.values.get(module))}
 FAMILIES = [
@@ -156,8 +143,8 @@ FAMILIES = [
         "MLX",
         ".weight",
         frozenset(("U32",)),
-        {packing.SCALE: (".scales",)},
+        {SCALE: (".scales",)},
         mlx,
-        {packing.BIAS: (".biases", ".qbiases"), packing.GLOBAL: (".global_scale",)},
+        {BIAS: (".biases", ".qbiases"), GLOBAL: (".global_scale",)},
     )
 ]

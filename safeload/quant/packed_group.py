@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
@@ -12,12 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, jobs, packing
+from ..core import dtypes, jobs, json_file, memory, native, packing
 from ..core.arrays import Array
-from ..core.jobs import Job, Origin
-from ..core.json_file import parse_json
-from ..core.memory import empty_array
-from ..core.native import address_of
 from ..core.packing import Grid, Packing, Part, Zeros
 from ..core.text import show
 from ..core.weight_file import WeightFile
@@ -92,28 +88,26 @@ class GroupContext:
     def content(self, name: str) -> Array | None:
         """Return a small tensor; None if it is too large or of a dtype that describes nothing."""
         if self.arrays is None:
-            described = (name for name in self.places if name.endswith(self._suffixes))
-            small = [part for part in map(self._small, described) if part is not None]
-            sizes = accumulate((part.end - part.begin for part in small), initial=0)
-            self.arrays = _contents([part for part, before in zip(small, sizes, strict=False) if before < _BATCH])
-        if name not in self.arrays and (part := self._small(name)) is not None:
-            self.arrays.update(_contents([part]))
+            self.arrays = self._read(name for name in self.places if name.endswith(self._suffixes))
+        if name not in self.arrays:
+            self.arrays.update(self._read((name,)))
         return self.arrays.get(name)
 
-    def _small(self, name: str) -> Part | None:
-        part = self.part(name)
-        return part if part is not None and part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1) else None
-
-
-def _contents(parts: Iterable[Part]) -> dict[str, Array]:
-    arrays = {part.name: (part, empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in parts}
-    batch = jobs.Batch(
-        Job(part.file, part.begin, address_of(array), array.size, origin=Origin(part.name, part.shape))
-        for part, array in arrays.values()
-        if array.size
-    )
-    batch.run()
-    return {name: jobs.native_order(array.view(part.row.name)) for name, (part, array) in arrays.items()}
+    def _read(self, names: Iterable[str]) -> dict[str, Array]:
+        """Read the small ones of these tensors together, as many as fit into a batch."""
+        parts = [part for part in map(self.part, names) if part is not None]
+        small = [part for part in parts if part.end - part.begin <= _MOST_BYTES.get(part.row.code, -1)]
+        sizes = accumulate((part.end - part.begin for part in small), initial=0)
+        batch = [part for part, before in zip(small, sizes, strict=False) if before < _BATCH]
+        read = [(part, memory.empty_array((part.end - part.begin,), np.dtype(np.uint8))) for part in batch]
+        jobs.Batch(
+            jobs.Job(
+                part.file, part.begin, native.address_of(array), array.size, origin=jobs.Origin(part.name, part.shape)
+            )
+            for part, array in read
+            if array.size
+        ).run()
+        return {part.name: jobs.native_order(array.view(part.row.name)) for part, array in read}
 
 
 class PackedGroup:
@@ -171,12 +165,15 @@ class PackedGroup:
     def packing(
         self, family: str, label: str, shape: tuple[int, ...], bits: int, numbers: str, **fields: object
     ) -> Packing:
-        """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor."""
+        """Return a `Packing` of rows; ``row_bytes`` defaults to the rows of the stored tensor.
+
+        ``scale_dtype`` is a float8 whose bits U8 scales hold; other scales ignore it.
+        """
         matrices, rows, columns = matrices_of(shape)
-        row_bytes = self.row.nbytes(self.stored[-1]) if self.stored else 1
         fields = {
-            "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "row_bytes": row_bytes,
-            "config": self._text, **fields,
+            "matrices": matrices, "rows": rows, "columns": columns, "layout": packing.ROWS, "config": self._text,
+            "row_bytes": self.row.nbytes(self.stored[-1]) if self.stored else 1, **fields,
+            "scale_dtype": fields.get("scale_dtype") if self.scale_code == "U8" else None,
         }  # fmt: skip
         return Packing(family, label, shape, bits=bits, numbers=numbers, **fields)  # type: ignore[arg-type]
 
@@ -211,15 +208,54 @@ class PackedGroup:
             raise Misfit(f"zero points are {list(own)}, expected {list(expected)}")
         return zeros
 
-    def check_form(self, role: str, name: str, dtype: str, shape: tuple[int, ...], of: str = "") -> None:
-        """Refuse a part of another dtype or shape."""
+    def check_form(self, role: str, name: str, codes: Sequence[str], *shapes: tuple[int, ...], of: str = "") -> None:
+        """Refuse a part of another dtype or shape; the usual ones come first."""
         row, own = self.parts[role]
-        if (row.code, own) != (dtype, shape):
-            raise Misfit(f"{name} is {row.code} {list(own)}, expected {dtype} {list(shape)}{of}")
+        if row.code not in codes or own not in shapes:
+            raise Misfit(f"{name} is {row.code} {list(own)}, expected {codes[0]} {list(shapes[0])}{of}")
 
-    def scale_dtype(self, dtype: str) -> str | None:
-        """Return ``dtype``, a float8, if the scales store its bits as U8."""
-        return dtype if self.scale_code == "U8" else None
+    def check_shared(self, packed: Packing) -> Packing:
+        """Return the packing if its factors are one per column, and its global scales fit.
+
+        There is a global scale per tensor, per expert, or per equal share of an expert's rows.
+        """
+        scales, factors = self.parts.get(packing.GLOBAL), self.parts.get(packing.FACTORS)
+        size = 1 if scales is None else math.prod(scales.shape)
+        values = packed.matrices * packed.rows
+        if size != 1 and not (size and packed.matrices and size % packed.matrices == 0 == values % size):
+            assert scales is not None
+            raise Misfit(f"global scales {list(scales.shape)} do not fit {list(packed.shape)}")
+        if factors is not None and factors.shape != (packed.columns,):
+            raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
+        return packed
+
+    # ---- descriptions in config_groups ----
+
+    def configured(self, key: str, strategy: str | None = None) -> int | None:
+        """Return an integer on which all descriptions (of a strategy) agree, or None."""
+        values = [weights.get(key) for weights in self.weights if strategy in (None, weights.get("strategy"))]
+        first = values[0] if values else None
+        return first if type(first) is int and values.count(first) == len(values) else None
+
+    def configured_grid(self, shape: tuple[int, ...]) -> Grid | None:
+        """Return the grid of the fitting description for codes of a shape; None if a description defines no grid."""
+        if self.method != "compressed-tensors":
+            return None
+        scale, pairs = self.scales, [_strategy_of(weights, shape) for weights in self.weights]
+        grids = [grid for _, grid in pairs if grid is not None]
+        if not grids or len(grids) < len(pairs):
+            return None
+        fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
+        rows, columns = (1, 1, *shape)[-2:]
+        if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
+            return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
+        strategies = ", ".join(dict.fromkeys(text for text, _ in pairs))
+        if fitting:
+            raise Misfit(f"scales {list(scale)} of {list(shape)} fit more than one of config_groups: {strategies}")
+        expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
+        raise Misfit(
+            f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)"
+        )
 
 
 def named_parts(family: Family, codes: str, tensors: Collection[str]) -> tuple[str, dict[str, str]] | None:
@@ -264,25 +300,9 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
 def parsed(text: bytes, title: str) -> dict[str, Any]:
     """Return a description in JSON."""
     try:
-        return parse_json(text, title, "")
+        return json_file.parse_json(text, title, "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
-
-
-def check_shared(group: PackedGroup, packed: Packing) -> Packing:
-    """Return the packing if its factors are one per column, and its global scales fit.
-
-    There is a global scale per tensor, per expert, or per equal share of an expert's rows.
-    """
-    scales, factors = group.parts.get(packing.GLOBAL), group.parts.get(packing.FACTORS)
-    size = 1 if scales is None else math.prod(scales.shape)
-    values = packed.matrices * packed.rows
-    if size != 1 and not (size and packed.matrices and size % packed.matrices == 0 == values % size):
-        assert scales is not None
-        raise Misfit(f"global scales {list(scales.shape)} do not fit {list(packed.shape)}")
-    if factors is not None and factors.shape != (packed.columns,):
-        raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
-    return packed
 
 
 def described(family: Family, group: PackedGroup) -> Packing:
@@ -291,8 +311,7 @@ def described(family: Family, group: PackedGroup) -> Packing:
     packed = family.describe(group)
     for role, part in group.parts.items():
         if role in _DTYPES and part.row.code not in _DTYPES[role]:
-            expected = ", ".join(sorted(_DTYPES[role]))
-            raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {expected}")
+            raise Misfit(f"{group.names[role]} is {part.row.code}, expected one of {', '.join(sorted(_DTYPES[role]))}")
     if group.scale_code == "U8" and packed.scale_dtype is None and packed.scale_rule != packing.NESTED_RULE:
         raise Misfit("its scales are U8, and nothing says which float8 they hold")
     if max(1, packed.matrices) * max(1, packed.rows) * max(1, packed.columns) >= MOST:
@@ -377,87 +396,7 @@ def one_scale(shape: tuple[int, ...], *, shared: bool = False) -> Grid:
     return Grid(max(1, rows), max(1, columns), 1, 1, shared=shared)
 
 
-def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int], *, exact: bool = False) -> Grid:
-    """Return the grid of scales of this shape over a tensor, as PyTorch's writers mean it.
-
-    A single element is the scale of the whole tensor; [rows] or [rows, 1] has an element per row; an axis of 1 is
-    broadcast; an axis of ceil(length / block) has an element per block. Experts have a leading axis in both tensors.
-
-    An ``exact`` block comes from the configuration, and contradicts scales per row or column.
-    """
-    rows, columns = (1, 1, *shape)[-2:]
-    if math.prod(scale) == 1:
-        return one_scale(shape, shared=True)
-    lead = shape[:-2]
-    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks: [rows, 1, columns, 1]
-        scale = (scale[0], scale[2])
-    own = scale
-    if lead:
-        experts = math.prod(lead)
-        if scale == lead or (scale[:1] == (experts,) and math.prod(scale) == experts):
-            return one_scale(shape)
-        if scale[: len(lead)] != lead:
-            raise Misfit(f"scales {list(scale)} and codes {list(shape)} have different numbers of experts")
-        own = scale[len(lead) :]
-    expected = -(-rows // block[0]), -(-columns // block[1])
-    misfit = (
-        f"scales {list(scale)} do not fit {list(shape)} in blocks of {block[0]} x {block[1]}: expected "
-        f"{[*lead, *expected]}"
-    )
-    if exact and own not in (expected, (1, 1)) and (own, 1) != (expected[:1], expected[1]):
-        raise Misfit(misfit)
-    if len(own) == 1:
-        if own[0] != rows:
-            raise Misfit(f"{own[0]} scales for {rows} rows of {list(shape)}")
-        if lead and rows == columns:
-            raise Misfit(f"scales {list(scale)} can be per row or per column of {list(shape)}")
-        return Grid(1, max(1, columns), rows, 1)
-    if len(own) != 2:
-        raise Misfit(f"scales {list(scale)} do not fit {list(shape)}")
-    if lead and own[1] == 1 and own[0] == columns != 1 and own[0] != rows and own[0] != -(-rows // block[0]):
-        return Grid(max(1, rows), 1, 1, columns)  # Llama 4's down_proj: [experts, columns, 1]
-    down, across = _axis(own[0], rows, block[0]), _axis(own[1], columns, block[1])
-    if down is None or across is None:
-        raise Misfit(misfit)
-    return Grid(down, across, own[0], own[1])
-
-
-def _axis(scales: int, length: int, block: int) -> int | None:
-    """Return the elements per scale along an axis; None if no reading fits."""
-    if scales == -(-length // block):
-        return block
-    if scales == 1:
-        return max(1, length)
-    return 1 if scales == length else None
-
-
 # ---- from descriptions in config_groups ----
-
-
-def configured(group: PackedGroup, key: str, strategy: str | None = None) -> int | None:
-    """Return an integer on which all descriptions (of a strategy) agree, or None."""
-    values = [weights.get(key) for weights in group.weights if strategy in (None, weights.get("strategy"))]
-    first = values[0] if values else None
-    return first if type(first) is int and values.count(first) == len(values) else None
-
-
-def configured_grid(group: PackedGroup, shape: tuple[int, ...]) -> Grid | None:
-    """Return the grid of the fitting description for codes of a shape; None if a description does not define a grid."""
-    if group.method != "compressed-tensors":
-        return None
-    scale, pairs = group.scales, [_strategy_of(weights, shape) for weights in group.weights]
-    grids = [grid for _, grid in pairs if grid is not None]
-    if not grids or len(grids) < len(pairs):
-        return None
-    fitting = [grid for grid in grids if _is_shape_of(scale, grid, shape)]
-    rows, columns = (1, 1, *shape)[-2:]
-    if len({(min(grid.row_block, rows), min(grid.column_block, columns)) for grid in fitting}) == 1:
-        return fitting[0]._replace(shared=math.prod(scale) == 1 < math.prod(shape[:-2]))
-    strategies = ", ".join(dict.fromkeys(text for text, _ in pairs))
-    if fitting:
-        raise Misfit(f"scales {list(scale)} of {list(shape)} fit more than one of config_groups: {strategies}")
-    expected = " or ".join(str([*shape[:-2], grid.rows, grid.columns]) for grid in dict.fromkeys(grids))
-    raise Misfit(f"scales {list(scale)} do not fit {list(shape)}: expected {expected} for {strategies} (config_groups)")
 
 
 def _strategy_of(weights: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[str, Grid | None]:

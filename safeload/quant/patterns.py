@@ -33,9 +33,6 @@ _CLASSES = {
 # What can follow a backslash; and an item of a class: such an escape, a character or a range.
 _ESCAPED = re.compile(r"([dws\W_])")
 _ITEM = re.compile(r"\\([dws\W_])(?!-[^\]])|([^\\\]])(?:-([^\\\[\]])|(?!-[^\]]))", re.DOTALL)
-_WILDCARDS = "*?["
-# `fnmatch`'s expression for a class without characters.
-_NOTHING = "(?!)"
 # Stands behind a name as often as a pattern has "$", which takes it.
 _END = "end"
 
@@ -88,7 +85,6 @@ class Pattern:
         return self._text[self._at : self._at + 1]
 
     def _takes(self, text: str) -> bool:
-        """Skip a text if it is next."""
         is_next = self._text.startswith(text, self._at)
         self._at += len(text) * is_next
         return is_next
@@ -177,7 +173,6 @@ class Pattern:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """Yield the set bits of a number."""
     while number:
         bit = number.bit_length() - 1
         yield bit
@@ -200,10 +195,10 @@ class Globs:
         self._names: dict[str, int] = {}
         self._globs: list[tuple[int, str, re.Pattern[str]]] = []
         for number, text in enumerate(texts):
-            if any(char in text for char in _WILDCARDS):
+            if any(char in text for char in "*?["):
                 _check_length(text, key)
                 expression = translate(text)  # each star takes the first match for good
-                if _NOTHING in expression:
+                if "(?!)" in expression:  # a class without characters
                     raise UnsupportedError(f"{key}: the glob {show(text)} has an empty range of characters")
                 self._globs.append((number, text, re.compile(expression)))
             else:
@@ -212,12 +207,8 @@ class Globs:
     def first(self, name: str) -> str | None:
         """Return the first matching name or glob, or None."""
         exact = self._names.get(name)
-        for number, text, glob in self._globs:
-            if exact is not None and exact < number:
-                break
-            if glob.match(name):
-                return text
-        return None if exact is None else name
+        globs = (text for number, text, glob in self._globs if (exact is None or number < exact) and glob.match(name))
+        return next(globs, None if exact is None else name)
 
 
 def _check_length(text: str, key: str) -> None:

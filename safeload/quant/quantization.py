@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
-from ..core import dtypes, packing
+from ..core import dtypes, json_file, packing, runtime
 from ..core.forking import cached_property
-from ..core.json_file import parse_json, read_if_there
-from ..core.runtime import read_data
 from ..core.text import clip, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError
@@ -104,7 +102,7 @@ class Quantization:
             described["model_type"] = model_type
         if not described:
             return ""
-        import json  # as in stores/json_file
+        import json  # only here: it takes a millisecond, and most files need none
 
         return json.dumps(described)
 
@@ -121,7 +119,7 @@ class Quantization:
 
     def is_covered(self, name: str = "") -> bool:
         """Return True if codes outside all families are an error of the checkpoint."""
-        row = method_of(self.method) if self.method else None
+        row = method_of(self.method)
         if row is None or self.method not in row.names or self.unknown is not None:
             return False
         if self.method == "modelopt":
@@ -160,7 +158,7 @@ class Quantization:
 
     def unknown_of(self, own: Mapping[str, Any] | None, described: list[Mapping[str, Any]]) -> str | None:
         """Like `unknown`, for a single module: of its own settings, and of its `weights`."""
-        row = method_of(self.method) if self.method else None
+        row = method_of(self.method)
         if self.is_uniform or self.unknown is not None or row is None:
             return self.unknown
         return _setting_text((own or {}, row), *((weights, part_of("weights")) for weights in described))
@@ -170,9 +168,7 @@ class Quantization:
         """True if weights are stored in another basis, to which the model transforms its activations at run time."""
         transforms = self.values.get("transform_config")
         schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else transforms
-        if not transforms or schemes == {}:
-            return False
-        return not isinstance(schemes, Mapping) or not all(map(_keeps_basis, schemes.values()))
+        return bool(transforms) and not (isinstance(schemes, Mapping) and all(map(_keeps_basis, schemes.values())))
 
     # ---- settings of a module ----
 
@@ -273,8 +269,7 @@ def _keeps_basis(scheme: Any) -> bool:
 
 def overrides_key(quantization: Quantization) -> str:
     """Return GPTQModel's or auto-round's key of the settings of single layers."""
-    in_extra = quantization.method in AUTO_ROUND or "extra_config" in quantization.values
-    return "extra_config" if in_extra else "dynamic"
+    return "extra_config" if quantization.method in AUTO_ROUND or "extra_config" in quantization.values else "dynamic"
 
 
 def is_length(value: Any) -> TypeGuard[int]:
@@ -284,9 +279,7 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # all packed tensors of a checkpoint have the same text
 def _parsed(text: str) -> Quantization | None:
-    import json  # as in stores/json_file
-
-    return quantization_of(json.loads(text))
+    return quantization_of(json_file.parse_json(text.encode(), packing.CONFIG_KEY, ""))
 
 
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
@@ -335,8 +328,7 @@ def nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def is_own(config: Mapping[str, Any]) -> bool:
     """Return True if a ``config.json`` says that tensors are quantized by safeload."""
-    value = config.get(QUANTIZATION)
-    return isinstance(value, Mapping) and value.get("quant_method") == OWN
+    return bool(mapping(config.get(QUANTIZATION)).get("quant_method") == OWN)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -372,9 +364,7 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
     """Return the quantization in the metadata of files, else in their folders."""
     parsed: dict[tuple[str | None, str], Quantization | None] = {}  # by the text in the file, or its folder
     first: tuple[str, Quantization | None] | None = None
-    for file in files:
-        if not dtypes.may_hold_codes(file.table.numbers):
-            continue
+    for file in (file for file in files if dtypes.may_hold_codes(file.table.numbers)):
         text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
         key = text, _folder_of(file) if text is None else ""
         if key not in parsed:
@@ -394,13 +384,13 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
 def config_inside(file: WeightFile) -> dict[str, Any] | None:
     """Return the description that `Quantization.text` put into the metadata of a file; None if it has none."""
     text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
-    return parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
+    return json_file.parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
 
 
 def config_beside(file: WeightFile, name: str = BESIDE[0]) -> dict[str, Any] | None:
     """Return a JSON file in the folder of a file; None if it is missing or unreadable, because nobody requested it."""
     try:
-        return read_if_there(file.files.join(_folder_of(file), name), name, file.files)
+        return json_file.read_if_there(file.files.join(_folder_of(file), name), name, file.files)
     except VerificationError:  # it could change values
         raise
     except (SafeloadError, OSError):
@@ -445,7 +435,7 @@ class Method(NamedTuple):
 @cache
 def _methods() -> tuple[dict[str, Method], dict[str, Method]]:
     """Return the settings by the names of methods, and by the keys of parts."""
-    data = read_data(__name__, "methods.json")
+    data = runtime.read_data(__name__, "methods.json")
 
     def expanded(texts: Iterable[str]) -> list[str]:
         return [text for each in texts for text in (data["lists"][each[1:]] if each.startswith("@") else (each,))]
@@ -456,14 +446,13 @@ def _methods() -> tuple[dict[str, Method], dict[str, Method]]:
         aliases, without = expanded(row.get("aliases", ())), row.get("without_family", ())
         return Method(row.get("names", ()), aliases, without, values, known)
 
-    methods = map(method, data["methods"])
-    by_name = {name: row for row in methods for name in (*row.names, *row.aliases)}
+    by_name = {name: row for row in map(method, data["methods"]) for name in (*row.names, *row.aliases)}
     return by_name, {key: method(row) for key, row in data["parts"].items()}
 
 
-def method_of(name: str) -> Method | None:
+def method_of(name: str | None) -> Method | None:
     """Return the settings of a method, or None if the method is unknown."""
-    return _methods()[0].get(name)
+    return _methods()[0].get(name or "")
 
 
 def part_of(key: str) -> Method:
@@ -485,7 +474,6 @@ def unknown_setting(settings: Mapping[str, Any], method: Method) -> tuple[str, A
     for key, value in settings.items():
         if key in method.known or value is None or value is False or value in ("", [], {}):
             continue
-        supported = method.values.get(key, ())
-        if not isinstance(value, (str, int, float)) or str(value).lower() not in supported:
+        if not isinstance(value, (str, int, float)) or str(value).lower() not in method.values.get(key, ()):
             return key, value
     return None

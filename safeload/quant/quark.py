@@ -11,23 +11,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import packing
-from ..core.packing import Grid, Packing, Zeros
+from ..core.packing import COLUMNS, FACTORS, GLOBAL, MULTIPLIED, ROWS, SCALE, WORDS, ZERO, Grid, Packing, Zeros
 from ..core.runtime import read_data
 from ..core.text import show
 from ..errors import UnsupportedError
-from . import floats
+from . import floats, patterns
 from .families import FP8, Family
 from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
-from .patterns import Globs
 from .quantization import QUARK, Quantization, brief, is_length, mapping, part_of, unknown_setting
 
 _CODES_IN_WORD = 8
 # Values of `ch_axis` for the rows and for the columns of a weight.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
 # Orders of the codes in a word, by ``pack_method``.
-_ORDERS = {"reorder": packing.WORDS, "order": packing.ROWS}
-_EXPONENTS = ("U8", "F8_E8M0")
+_ORDERS = {"reorder": WORDS, "order": ROWS}
 
 
 def describe(group: PackedGroup) -> Packing:
@@ -35,8 +32,8 @@ def describe(group: PackedGroup) -> Packing:
     first, second = _specs(group)
     if second is not None:
         return _scales_in_fp8(group, first, second)
-    if packing.GLOBAL in group.parts:
-        raise Misfit(f"unexpected {group.names[packing.GLOBAL]}: its configured dtype has a single stage of scales")
+    if GLOBAL in group.parts:
+        raise Misfit(f"unexpected {group.names[GLOBAL]}: its configured dtype has a single stage of scales")
     if group.row.code in FP8:
         return _bytes(group, first)
     numbers, bits = _numbers(group, first)
@@ -49,10 +46,10 @@ def in_fp8(group: PackedGroup) -> Packing:
     """4-bit integers with a scale per row, which stand for fp8 with a scale per tensor."""
     _, second = _specs(group)
     if second is None:
-        raise Misfit(f"unexpected {group.names[packing.SCALE]}: its configured dtype has a single stage of scales")
+        raise Misfit(f"unexpected {group.names[SCALE]}: its configured dtype has a single stage of scales")
     numbers, _ = _numbers(group, second)
-    if math.prod(group.parts[packing.FACTORS].shape) != 1:
-        raise Misfit(f"fp8 must have a single scale, got scales {list(group.parts[packing.FACTORS].shape)}")
+    if math.prod(group.parts[FACTORS].shape) != 1:
+        raise Misfit(f"fp8 must have a single scale, got scales {list(group.parts[FACTORS].shape)}")
     packed = _words(group, second, numbers)
     return packed._replace(label=f"{packed.label} in fp8")
 
@@ -90,7 +87,7 @@ def _numbers(group: PackedGroup, spec: Mapping[str, Any]) -> tuple[str, int]:
 
 def _has_zeros(group: PackedGroup, spec: Mapping[str, Any]) -> bool:
     """Return True for asymmetric weights; Quark stores zero points for symmetric weights too, all 0."""
-    return packing.ZERO in group.parts and spec.get("symmetric") is not True
+    return ZERO in group.parts and spec.get("symmetric") is not True
 
 
 # ---- scales ----
@@ -148,15 +145,15 @@ def _bytes(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         return _in_groups(group, spec, (stored[1], stored[0]), 8, group.row.code)
     if len(stored) == 2 and (integers or (spec.get("ch_axis") in _COLUMNS and len(scale) == 1)):
         grid = _grid_of(group, spec, stored)
-        if packing.ZERO in group.parts and math.prod(group.parts[packing.ZERO].shape) != math.prod(scale):
-            raise Misfit(f"zero points {list(group.parts[packing.ZERO].shape)} do not fit scales {list(scale)}")
+        if ZERO in group.parts and math.prod(group.parts[ZERO].shape) != math.prod(scale):
+            raise Misfit(f"zero points {list(group.parts[ZERO].shape)} do not fit scales {list(scale)}")
         return group.in_bytes(grid, zeros=_has_zeros(group, spec))
     return floats.plain(group, _block(spec, stored))
 
 
 def _check_zeros(group: PackedGroup, spec: Mapping[str, Any], *, needed: bool) -> None:
     """Refuse codes without zero points if the codes or the configuration require zero points."""
-    if packing.ZERO not in group.parts and (needed or spec.get("symmetric") is False):
+    if ZERO not in group.parts and (needed or spec.get("symmetric") is False):
         raise Misfit("its zero points are missing" + ("" if needed else ", but symmetric is false"))
 
 
@@ -194,7 +191,7 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
             raise Refused(f"its scales {list(scale)} are [out, groups], as in old releases of Quark")
         raise Misfit(f"words {list(stored)} and scales {list(scale)} must be [in, out / 8] and [groups, out]")
     length, out = stored[0], scale[1]
-    if layout == packing.WORDS and out % _CODES_IN_WORD:
+    if layout == WORDS and out % _CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
     packed = _in_groups(group, spec, (out, length), 4, numbers)
     return packed._replace(layout=layout, zeros=_zeros_of(group, layout, None))
@@ -213,9 +210,9 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid | None) -> Zeros | Non
 
     Groups, which have no grid here, can also have plain numbers (zero_point_type float32).
     """
-    if packing.ZERO not in group.parts:
+    if ZERO not in group.parts:
         return None
-    row, zeros = group.parts[packing.ZERO]
+    row, zeros = group.parts[ZERO]
     if row.code != "I32" and (grid is not None or row.code not in NUMBERS):
         raise Misfit(f"zero points are {row.code}, expected I32")
     if grid is None:
@@ -224,10 +221,8 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid | None) -> Zeros | Non
     if math.prod(zeros) != 1 if grid.shared else zeros != (words,):
         raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
     if grid.shared:
-        return Zeros(packing.ROWS, 4)
-    if grid.columns == 1:
-        return Zeros(packing.COLUMNS, 4, permuted=layout == packing.WORDS)
-    return Zeros(layout, 4)
+        return Zeros(ROWS, 4)
+    return Zeros(COLUMNS, 4, permuted=layout == WORDS) if grid.columns == 1 else Zeros(layout, 4)
 
 
 # ---- 4- and 6-bit floats ----
@@ -243,7 +238,7 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
     if len(scale) != len(shape) or scale[:-1] != shape[:-1]:
         raise Misfit(f"scales {list(scale)} do not fit codes {list(stored)}")
     size = _group_size(spec, scale, shape[-1], scale[-1])
-    exponents = group.scale_code in _EXPONENTS
+    exponents = group.scale_code in ("U8", "F8_E8M0")
     scale_format = spec.get("scale_format")
     if isinstance(scale_format, str) and exponents != (scale_format == "e8m0"):
         raise Misfit(f"scales {list(scale)} are {group.scale_code}, but scale_format is {show(scale_format)}")
@@ -252,24 +247,23 @@ def _small_floats(group: PackedGroup, spec: Mapping[str, Any]) -> Packing:
         label = f"mxfp{bits}{' e3m2' if numbers == 'e3m2' else ''}"
     else:
         label = label_of(f"fp{bits}", grid, shape, grouped=True)
-    dtype = group.scale_dtype("F8_E8M0")
-    return group.packing(f"fp{bits}", label, shape, bits, numbers, grid=grid, scale_dtype=dtype)
+    return group.packing(f"fp{bits}", label, shape, bits, numbers, grid=grid, scale_dtype="F8_E8M0")
 
 
 def _scales_in_fp8(group: PackedGroup, spec: Mapping[str, Any], scales: Mapping[str, Any]) -> Packing:
     """E2M1 with fp8 scales, which share a scale."""
     _numbers(group, spec)
-    if packing.GLOBAL not in group.parts:
+    if GLOBAL not in group.parts:
         raise Misfit("the global scale of its scales is missing (weight_scale_2)")
-    if group.scale_code != "F8_E4M3" or math.prod(group.parts[packing.GLOBAL].shape) != 1:
+    if group.scale_code != "F8_E4M3" or math.prod(group.parts[GLOBAL].shape) != 1:
         raise Misfit(
             f"scales {list(group.scales)} are {group.scale_code} beside "
-            f"{list(group.parts[packing.GLOBAL].shape)}, but dtype is {show(str(scales.get('dtype')))}"
+            f"{list(group.parts[GLOBAL].shape)}, but dtype is {show(str(scales.get('dtype')))}"
         )
     packed = _small_floats(group, {**spec, "scale_format": None})
     assert packed.grid is not None
     label = "nvfp4" if packed.grid.column_block == 16 else packed.label
-    return packed._replace(label=label, scale_rule=packing.MULTIPLIED)
+    return packed._replace(label=label, scale_rule=MULTIPLIED)
 
 
 # ---- unsupported settings ----
@@ -298,8 +292,7 @@ def _specs_of(quantization: Quantization, name: str) -> list[Mapping[str, Any]]:
     value = _layer(quantization, _module_of(name))["global_quant_config"].get(
         "bias" if name.endswith(".bias") else "weight"
     )
-    specs = value if isinstance(value, list) else [value]
-    return [spec for spec in specs if isinstance(spec, Mapping)]
+    return [spec for spec in (value if isinstance(value, list) else [value]) if isinstance(spec, Mapping)]
 
 
 def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str, Any]]:
@@ -313,12 +306,11 @@ def _layer(quantization: Quantization, module: str) -> Mapping[str, Mapping[str,
     return {"global_quant_config": mapping(layer)}
 
 
-def _globs(quantization: Quantization) -> Globs:
-    return Globs(mapping(quantization.values.get("layer_quant_config")), "layer_quant_config")
+def _globs(quantization: Quantization) -> patterns.Globs:
+    return patterns.Globs(mapping(quantization.values.get("layer_quant_config")), "layer_quant_config")
 
 
 def _module_of(name: str) -> str:
-    """Return the module of a weight or bias."""
     return name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
 
 
@@ -335,18 +327,18 @@ FAMILIES = [
         "Quark, int4 in fp8",
         "",
         frozenset(("I32",)),
-        {packing.SCALE: _SECOND_SCALE, packing.FACTORS: _SCALE},
+        {SCALE: _SECOND_SCALE, FACTORS: _SCALE},
         in_fp8,
-        {packing.ZERO: ("_zero_point_2", "_quantizer.1.zero_point")},
+        {ZERO: ("_zero_point_2", "_quantizer.1.zero_point")},
         method=QUARK,
     ),
     Family(
         "Quark",
         "",
         FP8 | {"I8", "U8", "I32"},
-        {packing.SCALE: _SCALE},
+        {SCALE: _SCALE},
         describe,
-        {packing.ZERO: ("_zero_point", "_quantizer.zero_point"), packing.GLOBAL: _SECOND_SCALE},
+        {ZERO: ("_zero_point", "_quantizer.zero_point"), GLOBAL: _SECOND_SCALE},
         method=QUARK,
     ),
 ]

@@ -9,9 +9,8 @@ import math
 
 import numpy as np
 
-from ..core import packing
-from ..core.arrays import Array
-from ..core.packing import Packing
+from ..core import arrays
+from ..core.packing import CODES, INVERSE, PLANES, SCALE, STORED, Packing
 from ..core.text import show
 from ..errors import RangeError, UnsupportedError
 from .families import Family
@@ -34,13 +33,13 @@ def bitnet(group: PackedGroup) -> Packing:
         )
     shape = (stored[0] * 4, stored[1])
     grid = one_scale(shape)
-    rule = packing.STORED if group.config.values.get("linear_class") == "autobitlinear" else packing.INVERSE
+    rule = STORED if group.config.values.get("linear_class") == "autobitlinear" else INVERSE
     return group.packing(
-        "bitnet", "ternary", shape, 2, "ternary", layout=packing.PLANES, grid=grid, scale_rule=rule, row_bytes=stored[1]
+        "bitnet", "ternary", shape, 2, "ternary", layout=PLANES, grid=grid, scale_rule=rule, row_bytes=stored[1]
     )
 
 
-def to_bitnet(values: Array) -> tuple[Packing, dict[str, Array]]:
+def to_bitnet(values: arrays.Array) -> tuple[Packing, dict[str, arrays.Array]]:
     """Return the ternary codes of a float32 matrix: clip(round(x * s), -1, 1) with s = 1 / mean(abs(x)).
 
     The mean is summed in float64 and rounded once, because the order of PyTorch's float32 sum depends on the machine.
@@ -60,16 +59,12 @@ def to_bitnet(values: Array) -> tuple[Packing, dict[str, Array]]:
             numbers = values[plane * rows + begin :][: len(part)]
             codes = np.clip(np.rint(numbers * scale), -1, 1).astype(np.int8) + 1
             part |= (codes << 2 * plane).astype(np.uint8)
-    parts = {packing.CODES: data, packing.SCALE: np.array([scale])}
-    names = {packing.CODES: ".weight", packing.SCALE: ".weight_scale"}
+    parts = {CODES: data, SCALE: np.array([scale])}
+    names = {CODES: ".weight", SCALE: ".weight_scale"}
     return packing_of(GroupContext({}, _CONFIG), "weight", names, parts), parts
 
 
 # ---- Gemma's quantization-aware training: rows of 2-, 4- or 8-bit integers with a scale per row or block ----
-
-
-# transformers' default if the configuration has no num_bits.
-_DEFAULT_BITS = 4
 
 
 def gemma(group: PackedGroup) -> Packing:
@@ -95,7 +90,7 @@ def _bits(group: PackedGroup) -> int:
     shared = group.config.values.get("num_bits")
     overrides = mapping(group.config.values.get("module_quant_configs"))
     own = next((own for pattern, own in overrides.items() if _is_in(pattern, group.module)), None)
-    bits = mapping(own).get("num_bits", _DEFAULT_BITS if shared is None else shared)
+    bits = mapping(own).get("num_bits", 4 if shared is None else shared)  # transformers' default
     if type(bits) is not int or bits not in (2, 4, 8):
         raise Misfit(f"num_bits in config.json must be 2, 4 or 8, got {show(str(bits))}")
     return bits
@@ -117,13 +112,13 @@ def _is_in(pattern: object, module: str) -> bool:
 _INTEGERS = frozenset(("U8", "I8"))
 
 FAMILIES = [
-    Family("BitNet", ".weight", frozenset(("U8",)), {packing.SCALE: (".weight_scale",)}, bitnet, method="bitnet"),
-    Family("Gemma", ".weight", _INTEGERS, {packing.SCALE: (".weight_scale",)}, gemma, method="gemma"),
+    Family("BitNet", ".weight", frozenset(("U8",)), {SCALE: (".weight_scale",)}, bitnet, method="bitnet"),
+    Family("Gemma", ".weight", _INTEGERS, {SCALE: (".weight_scale",)}, gemma, method="gemma"),
     Family(
         "Gemma, embeddings",
         ".embedding_quantized",
         _INTEGERS,
-        {packing.SCALE: (".embedding_scale",)},
+        {SCALE: (".embedding_scale",)},
         gemma,
         logical=".weight",
         method="gemma",
