@@ -28,7 +28,6 @@ from ..core.files import Located, Location
 from ..core.json_file import read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
-from ..core.packing import Packed
 from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
@@ -50,7 +49,6 @@ from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
-from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions
@@ -211,15 +209,13 @@ def check(
             raise executors.in_memory("an array is", executors.EXECUTOR)
         report = CheckReport(ARRAY)
         refuse_masked(source, "the array")
-        catalog = Catalog.of({ARRAY: source})
         if shape is not None:
             if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
                 raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-            actual = catalog.about(ARRAY).shape
-            if not structure.fits(actual, tuple(shape)):
+            if not structure.fits(source.shape, tuple(shape)):
                 sizes = ", ".join("?" if size is None else str(size) for size in shape)
-                report.add([find("array.shape", ARRAY, shape=list(actual), sizes=sizes)])
-        return _validate_tensors(report, catalog, options._replace(schema=None))
+                report.add([find("array.shape", ARRAY, shape=list(source.shape), sizes=sizes)])
+        return _validate_tensors(report, Catalog.of({ARRAY: source}), options._replace(schema=None))
     if shape is not None:
         raise ValueError("shape= requires a single array")
     if isinstance(source, (Mapping, Catalog)):
@@ -288,8 +284,7 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
     try:
         opened = loading.open(path, **opening)
     except (SafeloadError, OSError) as problem:
-        plain = not isinstance(problem, SafeloadError)
-        if plain and getattr(problem, "filename", None) in (None, text):
+        if not isinstance(problem, SafeloadError) and getattr(problem, "filename", None) in (None, text):
             raise
         findings, good, config = files.check_shards(place, where, opening, problem)
         report.add(findings)
@@ -312,9 +307,7 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     try:
         with Catalog.of(folder / unread[0]) as other:
-            a, b = (
-                {name: about[1:3] for name, about in each.descriptions([*each]).items()} for each in (catalog, other)
-            )
+            a, b = ({about[:3] for about in each.descriptions([*each]).values()} for each in (catalog, other))
             same = a == b
             if same and options.values and not options.selection:
                 from .diff import diff  # only here: few folders hold two checkpoints
@@ -354,10 +347,8 @@ def _validate_rest(
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
-    try:
-        _check_tensors(report, catalog, selected, options)
-    finally:
-        report.seconds = time.perf_counter() - started
+    _check_tensors(report, catalog, selected, options)
+    report.seconds = time.perf_counter() - started
     if options.selection:
         report.leave_out(frozenset(catalog) - selected)
     return report
@@ -403,15 +394,14 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         inner = config if choice.inner is None else choice.inner.config
         findings, report.compared, tied = structure.check_schema(choice, inner, named, parts)
         report.add(findings)
-    expected = options.limits.parameters
-    if expected is not None and report.parameters != expected:
-        report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
+    if options.limits.parameters not in (None, report.parameters):
+        report.add([find("model.parameters", parameters=report.parameters, expected=options.limits.parameters)])
     report.add(structure.check_dtypes(tensors, config, quantized.names))
     unknown = catalog.unknown()
     report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
     role: Callable[[str], str | None] = schema.role if schema is not None else lambda name: None
     zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] | None = None
+    entries: list[files.FileEntry] | None = None
     with report.readable():
         report.add(files.check_tails(catalog, role, zero, values=options.values))
         report.add(files.check_runs(catalog, role, zero))
@@ -505,8 +495,8 @@ def check_values(
         norm = _NORM
     usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
     for name, values in stats.items():
-        about, nan, inf = tensors[name], (values.nan, values.first_nan), (values.inf, values.first_inf)
-        for rule, (bad, first) in (("value.nan", nan), ("value.inf", inf)):
+        about, nan = tensors[name], ("value.nan", values.nan, values.first_nan)
+        for rule, bad, first in (nan, ("value.inf", values.inf, values.first_inf)):
             if bad:
                 at = "" if first is None else f", the first at {list(first)}"
                 yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
@@ -571,14 +561,12 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         assert isinstance(value, QuantizedTensor)
         restoring = value.restoring()  # with the owner of the memory of its parts
         if restoring is None:  # blocks with their scales inside
-            row = dtypes.BLOCK_TYPES[value.scheme]
-            blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
-            of_blocks = dtypes.block_scales(row, blocks) if blocks.size else None
-            bad = np.zeros(0, bool) if of_blocks is None else ~np.isfinite(of_blocks).all(axis=1)
-            if of_blocks is not None and bad.any():
-                first = f"block {bad.argmax()} with {', '.join(map(str, of_blocks[bad.argmax()]))}"
-                facts: dict[str, Any] = {"bad": int(bad.sum()), "total": bad.size, "first": first}
-                yield find("quantization.scale", name, fault="blocks have a scale that is not finite", **facts)
+            row, fault = dtypes.BLOCK_TYPES[value.scheme], "blocks have a scale that is not finite"
+            of_blocks = dtypes.block_scales(row, np.ascontiguousarray(value.data).reshape(-1, row.block_bytes))
+            if of_blocks is not None and not np.isfinite(of_blocks).all():
+                faulty = np.flatnonzero(~np.isfinite(of_blocks).all(axis=1))
+                first = f"block {faulty[0]} with {', '.join(map(str, of_blocks[faulty[0]]))}"
+                yield find("quantization.scale", name, bad=faulty.size, total=len(of_blocks), fault=fault, first=first)
             return
         packed, names = restoring[0], value.names
         parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
@@ -603,7 +591,9 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
             yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
 
 
-def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Mapping[str, Array]) -> Iterator[Finding]:
+def _check_packed(
+    name: str, packed: packing.Packed, names: Mapping[str, str], parts: Mapping[str, Array]
+) -> Iterator[Finding]:
     """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
 
     For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
@@ -621,11 +611,9 @@ def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Ma
         if role != packing.BIAS and packed.packing.family not in _SIGNED:
             bad |= scales < 0
         if bad.any():
-            at = [int(k) for k in np.argwhere(bad)[0]]
-            fault, first = (
-                f"values of {show(names[role])} are not finite numbers >= 0",
-                f"{scales[tuple(at)]:g} at {at}",
-            )
+            at = np.argwhere(bad)[0].tolist()
+            fault = f"values of {show(names[role])} are not finite numbers >= 0"
+            first = f"{scales[tuple(at)]:g} at {at}"
             yield find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
     count = wrapped_zeros(packed)
     if count:
@@ -670,11 +658,10 @@ def _read(
     catalog: Catalog,
     tensors: Descriptions,
     pairs: Mapping[str, str],
-    entries: Sequence[FileEntry],
+    entries: Sequence[files.FileEntry],
     options: CheckSettings,
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
-    tables: Tables
     if options.executor is not None:
         pieces = [*_entry_pieces(entries)]
         for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
@@ -732,7 +719,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
 # ---- in pieces ----
 
 
-def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
+def _entry_pieces(entries: Sequence[files.FileEntry]) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
     for group in executors.groups(sizes, [entry.file for entry in entries], range(len(entries))):
         archives: dict[str, list[Any]] = {}

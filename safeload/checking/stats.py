@@ -275,16 +275,14 @@ def stats(
         with Catalog.of(x, storage_options) as catalog:
             chosen = catalog.choose(names, only, drop)
             catalog.refuse_codes(chosen, "stats")
-            measured = measure(
-                catalog, chosen, histogram=histogram, executor=executor, threads=threads, progress=progress
+            return StatsTable(
+                measure(catalog, chosen, histogram=histogram, executor=executor, threads=threads, progress=progress)
             )
-            return StatsTable(measured)
     if not (names is only is drop is None):
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
         raise in_memory("an array is", EXECUTOR)
-    source = _reals("", x, threads)
-    if source is not None:
+    if (source := _reals("", x, threads)) is not None:
         return _measure({"": source}, [about_value("", x)], histogram, threads, progress)[""]
     if isinstance(x, QuantizedTensor):
         raise UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
@@ -317,8 +315,7 @@ def measure(
         ready = {name: source for name, source in in_place.items() if source and source.row.converts_to(_F32)}
         done = _measure(ready, map(catalog.about, ready), histogram, threads, progress)
     for name in (name for name, source in in_place.items() if source is None):  # apart: each needs a copy
-        source = _reals(name, catalog.value(name, threads), threads)
-        if source is not None:
+        if (source := _reals(name, catalog.value(name, threads), threads)) is not None:
             done |= _measure({name: source}, [catalog.about(name)], histogram, threads, None)
     return {name: done[name] for name in names if name in done}
 
@@ -337,11 +334,10 @@ def _measure_plain(
         def origin(row: int) -> Origin:
             return Origin(tensors.names[rows[row]], shapes[rows[row]])
 
-        part = spans.pick(rows)
-        with reporter(progress, int(part.sizes.sum())) as report:
-            jobs.run_columns(part, places[rows], report=report, op=op, origin=origin, threads=threads)
+        with reporter(progress, int(spans.sizes.sum())) as report:  # other tensors are empty
+            jobs.run_columns(spans.pick(rows), places[rows], report=report, op=op, origin=origin, threads=threads)
 
-    codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
+    codes = (dtypes.BY_NUMBER[number].code for number in columns.numbers)
     heads = [*zip(codes, shapes, spans.sizes.tolist(), strict=True)]
     return dict(zip(tensors.names, _statistics(heads, spans.sources, run, histogram), strict=True))
 
@@ -416,11 +412,9 @@ def _measure(
     """Compute the statistics of all sources in a single run."""
 
     def run(op: int, places: Array, rows: Array) -> None:
-        batch = jobs.Batch()
         with paused(len(parts)):
-            for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
-                batch.jobs.append(parts[row].work(op, place))
-        batch.run(threads=threads, progress=progress)
+            work = [parts[row].work(op, place) for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True)]
+        jobs.Batch(work).run(threads=threads, progress=progress)
 
     parts, heads = [*sources.values()], []
     for about in abouts:
@@ -453,8 +447,8 @@ def _statistics(
     first = (places + bins * _WORD).astype(np.uint64)
     records = segments.astype(np.uint64)
     short.sl_stats_merge(*map(address, (first, records)), len(counts), address(merged))
-    nan, inf, low, high = (merged[field] for field in ("nan", "infinite", "min", "max"))
-    finite, power = merged["finite"], merged["exponent"].astype(np.intc)
+    nan, inf, low, high, finite = (merged[field] for field in ("nan", "infinite", "min", "max", "finite"))
+    power = merged["exponent"].astype(np.intc)
     with np.errstate(all="ignore"):
         absmax = np.where(-low > high, -low, high)
         # Rounding can push the mean past min or max, and the deviation past absmax.
