@@ -28,7 +28,6 @@ from ..conversion.catalog import Catalog
 from ..conversion.destinations import Output
 from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
-from ..core.checkpoint import Checkpoint
 from ..core.files import Located
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
@@ -186,11 +185,9 @@ def page_of(
                 sizes = {file.path: file.identity[0] for file in opened.weight_files}
     rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
     if sharded and rows:
-        title = _some(len(rows), _ROWS, "file", "files")
-        listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
-        parts.append(section("Files", listed))
+        title, header = _some(len(rows), _ROWS, "file", "files"), ("file", "SHA-256", "bytes")
+        parts.append(section("Files", table(title, header, rows[:_ROWS], label="SHA-256 of each file", words=2)))
     mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
-    checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     about = {"Path": report.source, "Date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(date))}
     if sizes:
@@ -199,9 +196,15 @@ def page_of(
     if digests:
         about["SHA-256"] = "see the table of files at the end" if sharded else next(iter(digests.values()))
     about["Written by"] = f"safeload {__version__}"
-    title, verdict, checked = map(escaped, (os.path.basename(name) or report.source, report.verdict, checked))
-    texts = {"title": title, "verdict": verdict, "checked": checked, "about": facts(about.items(), "meta")}
-    return _page(mood, **texts, sections="".join(parts)), report
+    page = _page(
+        mood,
+        title=escaped(os.path.basename(name) or report.source),
+        verdict=escaped(report.verdict),
+        checked=escaped(f"checked: {report.checked}") if report.tensors else "",
+        about=facts(about.items(), "meta"),
+        sections="".join(parts),
+    )
+    return page, report
 
 
 def _now() -> int:
@@ -268,7 +271,7 @@ def _findings(report: CheckReport) -> str:
 
 
 def _sections(
-    opened: Checkpoint, report: CheckReport, scheme: SchemeName | None, threads: int | None, bars: Bars
+    opened: loading.Checkpoint, report: CheckReport, scheme: SchemeName | None, threads: int | None, bars: Bars
 ) -> Iterator[str]:
     """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
@@ -320,20 +323,26 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
     return total if count <= limit else f"the first {limit:,} of {total}"
 
 
-def _sizes(opened: Checkpoint) -> str:
-    """Return the memory that the checkpoint takes as each dtype and scheme."""
+def _sizes(opened: loading.Checkpoint) -> str:
+    """Return the section with the memory that the checkpoint takes as each dtype and scheme."""
     from .sizes import sizes
 
     loaded = sizes(opened)
+    rows = [("as stored", loaded.stored), *loaded.dtypes.items(), *loaded.smaller.items()]
+    drawn = [
+        (escape(name), 0 if k else "o", total, f"{total / max(1, loaded.stored):.2f}x")
+        for k, (name, total) in enumerate(rows)
+    ]
     note = f"{_SIZES} {_QUANTIZED}" if loaded.smaller else _SIZES
-    rows = [*loaded.dtypes.items(), *loaded.smaller.items()]
-    return section("Size when loaded", measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
+    return section("Size when loaded", _bars(drawn, "name"), note=note) if len(rows) > 1 else ""
 
 
 # ---- quantization error ----
 
 
-def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars) -> str:
+def _quantized(
+    opened: loading.Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars
+) -> str:
     """Return the section on the errors of tensors that `load_quantized` quantizes, reading one at a time."""
     from ..conversion.quantization_error import COLUMNS, quantization_error
     from ..conversion.quantize import quantize
@@ -528,13 +537,6 @@ def bars_of(shown: ReportContent) -> str:
     shares = [100 * total / max(1, _nbytes(shown.tensors)) for *_, total in rows]
     texts = ["< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %" for share in shares]
     return _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono", _BARS_HEAD)
-
-
-def measures(rows: Sequence[tuple[str, int]]) -> str:
-    """Bar chart of sizes, each with its ratio to the first."""
-    first = max(1, rows[0][1])
-    drawn = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
-    return _bars(drawn, "name")
 
 
 def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str, head: str = "") -> str:

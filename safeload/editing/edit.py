@@ -104,7 +104,6 @@ class Edit(ABC):
         ['w', 'bias']
     """
 
-    path: str
     metadata: MutableMapping[str, Any]
 
     _stack: ExitStack  # closes the files
@@ -306,23 +305,21 @@ class SafetensorsEdit(Edit):
             for kind, group in groupby(ordered, type):
                 if kind is _Stored:
                     file.copy(self._file.fileno(), ((stored.begin, stored.nbytes) for stored in group))
-                    continue
-                write_pieces(file, chain.from_iterable(tensor.pieces() for tensor in group))
+                else:
+                    write_pieces(file, chain.from_iterable(tensor.pieces() for tensor in group))
             self._file.finish_reading()
 
 
 def _parts_of(metadata: Mapping[str, str]) -> set[str]:
     """Return the names of the tensors that quantized tensors consist of."""
-    parts: set[str] = set()
-    if KEY not in metadata:
-        return parts
     try:
-        described = json.loads(metadata[KEY])
-        for name, entry in described.items():
-            parts |= {name, name + SCALE_SUFFIX, name + CODES_SUFFIX, *(entry.get("parts") or {}).values()}
+        return {
+            part
+            for name, entry in json.loads(metadata.get(KEY, "{}")).items()
+            for part in (name, name + SCALE_SUFFIX, name + CODES_SUFFIX, *(entry.get("parts") or {}).values())
+        }
     except (ValueError, RecursionError, AttributeError, TypeError):
         raise UnsupportedError(f"the metadata {KEY} cannot be understood, so the file cannot be edited") from None
-    return parts
 
 
 class GgufEdit(Edit):
@@ -409,7 +406,12 @@ class _FolderEdit(Edit):
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
             index = None
             if replaced:
-                text = self._new_index(names)
+                content = dict(self._content)
+                content["weight_map"] = {name: names.get(file, file) for name, file in self._tensors.items()}
+                if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
+                    total = sum(shard.nbytes for shard in self._shards.values())
+                    content["metadata"] = {**content["metadata"], "total_size": total}
+                text = (json.dumps(content, indent=2) + "\n").encode()
                 index = stack.enter_context(AtomicFile(self._real, len(text)))
                 with index.stream() as stream:
                     stream.write(text)
@@ -431,15 +433,6 @@ class _FolderEdit(Edit):
                 index.temporary = None  # it is in place
         if finished and replaced:
             remove_killed(Sink(LOCAL, folder))
-
-    def _new_index(self, names: dict[str, str]) -> bytes:
-        """Return the index with the new names of shards."""
-        content = dict(self._content)
-        content["weight_map"] = {name: names.get(file, file) for name, file in self._tensors.items()}
-        if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
-            total = sum(shard.nbytes for shard in self._shards.values())
-            content["metadata"] = {**content["metadata"], "total_size": total}
-        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 @public

@@ -140,21 +140,19 @@ def make_patch(
         header = changed.header or _header_of(changed.tensors, None)
         tensors[_HEADER] = _in_memory(source_of(_HEADER, np.frombuffer(header.rstrip(b" "), np.uint8)))
         total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-        exact = not isinstance(new, Mapping)
-        facts = _Facts(_VERSION, report.base, report.result, len(header), total, "", exact)
-        facts = facts._replace(digest=_own_digest(tensors, facts))
+        facts = _Facts(_VERSION, report.base, report.result, len(header), total, "", not isinstance(new, Mapping))
         texts = {
             "sparse": "True",
             "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
             "changed_params": str(report.changed),
             **texts,
-            _KEY: json.dumps(facts._asdict()),
+            _KEY: json.dumps({**facts._asdict(), "digest": _own_digest(tensors, facts)}),
         }
         # The writer reads the bytes of a tensor when its turn comes.
-        stored = {}
-        for name, tensor in tensors.items():
-            lazy = Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole)
-            stored[name] = TensorToWrite(tensor.row, tensor.shape, tensor.nbytes, lazy)
+        stored = {
+            name: TensorToWrite(*tensor[:3], Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole))
+            for name, tensor in tensors.items()
+        }
         target.write(stored, texts, room=0)
     return report
 
@@ -312,8 +310,8 @@ def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] |
     """Open a side: a dict, which messages call ``place``, or a safetensors file; None refuses a dict."""
     if place is not None and isinstance(value, Mapping):
         keep: list[Any] = []  # lives until the block ends
-        sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
-        yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
+        sources = ((check_name(name), source_of(name, value_of(name, array, keep))) for name, array in value.items())
+        yield _Side(place, {name: _in_memory(source) for name, source in sources})
         return
     (path,), files = places_of((value,), storage_options)
     if not files.remote and os.path.isdir(path):
@@ -415,7 +413,7 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
                 tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), joined.nbytes, joined))
         tensors.setdefault(name + _VALUES, tensor)
         changed += count
-    report = PatchReport(
+    return tensors, PatchReport(
         changed,
         sum(tensor.elements for tensor in new.values()),
         sum(name.endswith(_VALUES) for name in tensors),
@@ -423,7 +421,6 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
         _digest_of(lines),
         _digest_of(new_lines),
     )
-    return tensors, report
 
 
 def _is_compared(before: _Tensor, after: _Tensor | None) -> bool:
@@ -479,10 +476,8 @@ def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, 
 
     header, layout = _head_of(base, patch, facts)
     result = {}
-    for name in patch.tensors:
+    for name in filter(_HEADER.__ne__, patch.tensors):
         stem, dot, suffix = name.rpartition(".")
-        if name == _HEADER:
-            continue
         if dot + suffix not in (_INDICES, _VALUES):
             raise fault(name, "belongs to no tensor of a patch")
         if stem not in layout:
@@ -518,10 +513,10 @@ def _head_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, Ma
     stored = patch.tensors.get(_HEADER)
     if stored is None or stored.row.code != "U8":
         raise FormatError(f"the patch has no {_HEADER}", patch.place)
-    if not 8 <= stored.nbytes <= facts.header <= MAX_HEADER + 8:
+    if not _LENGTH <= stored.nbytes <= facts.header <= MAX_HEADER + _LENGTH:
         text = f"the patch says that the header has {facts.header} bytes, but has {stored.nbytes}"
         raise FormatError(text, patch.place)
-    header = stored.whole().tobytes() + b" " * (facts.header - stored.nbytes)
+    header = stored.whole().tobytes().ljust(facts.header)
     if not facts.header <= facts.size < 1 << 63:
         raise FormatError(f"the patch says that the result has {facts.size} bytes", patch.place)
     table = parse_head(header, facts.size, patch.place)
