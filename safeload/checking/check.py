@@ -316,8 +316,7 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
     except (SafeloadError, OSError):  # it is not whole
         return
     if not same:
-        used = next(name for name in forms if name in opened)
-        yield find("folder.ambiguous", unread=unread[0], used=used)
+        yield find("folder.ambiguous", unread=unread[0], used=next(name for name in forms if name in opened))
 
 
 def _validate_rest(
@@ -691,10 +690,9 @@ def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Itera
     try:
         yield
     except UNREADABLE as problem:
-        text = one_line(problem)
         for table in of:
             if table not in tables or table in (_SCALES, _TIED):  # tables that grow by row
-                tables[f"unread {table}"] = dict.fromkeys(subjects, text)
+                tables[f"unread {table}"] = dict.fromkeys(subjects, one_line(problem))
 
 
 def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
@@ -726,8 +724,7 @@ def _entry_pieces(entries: Sequence[files.FileEntry]) -> Iterator[dict[str, Any]
         for k in group:
             file = entries[k].file
             where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
-            archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
-            archive[-1][str(k)] = entries[k].info.name
+            archives.setdefault(file.place, [*where, *file.identity[:2], {}])[-1][str(k)] = entries[k].info.name
         piece = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
         yield {**piece, "nbytes": sum(sizes[k] for k in group)}
 

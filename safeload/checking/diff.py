@@ -248,8 +248,7 @@ class DiffReport(Report):
         """
 
         def tabled(head: tuple[str, ...], cells: Sequence[tuple[str, ...]], count: int) -> list[str]:
-            right = frozenset(range(1, len(head)))
-            return ["", *table(head, cells, right=right, columns=columns), *more(count, rows)]
+            return ["", *table(head, cells, right=frozenset(range(1, len(head))), columns=columns), *more(count, rows)]
 
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
         pairs: dict[tuple[str, str], list[str]] = {}

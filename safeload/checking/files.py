@@ -99,7 +99,6 @@ class FileEntry(NamedTuple):
     tensors: list[str]  # names of the tensors in the entry
 
     def finding(self, fault: str) -> Finding:
-        """Return the finding for a fault."""
         more = f" (with {plural(len(self.tensors) - 1, 'more tensor')})" if len(self.tensors) > 1 else ""
         tensor = self.tensors[0] if self.tensors else None
         return find("file.crc", tensor, entry=show(self.info.name), path=self.file.path, more=more, fault=fault)
@@ -393,8 +392,7 @@ def zeros_end(file: WeightFile, at: int, limit: int) -> int:
     step = _FIRST_PIECE
     while at != limit:
         begin, end = sorted((at, max(at - step, limit) if limit < at else min(at + step, limit)))
-        chunk = b"".join(map(bytes, file_pieces(file, begin, end)))
-        nonzero = np.flatnonzero(np.frombuffer(chunk, np.uint8))
+        nonzero = np.flatnonzero(np.frombuffer(b"".join(map(bytes, file_pieces(file, begin, end))), np.uint8))
         if nonzero.size:
             return begin + int(nonzero[-1] + 1 if limit < at else nonzero[0])
         at, step = begin if limit < at else end, min(2 * step, PIECE)

@@ -387,7 +387,6 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 def _adapter(
     path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None
 ) -> Found:
-    """Summarize an adapter."""
     summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
@@ -467,7 +466,6 @@ def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], st
 
 
 def _adapter_json(found: Found) -> dict[str, Any] | None:
-    """Return a summary as JSON values."""
     if found is None or isinstance(found, str):
         return None if found is None else {"merged": False, "why": found}
     keys = ("base_model_name_or_path", "modules_to_save")
@@ -575,8 +573,7 @@ def lines(
     if info.metadata:
         yield from (("", ""), ("metadata", "head"))
         for key, value in info.metadata.items():
-            entry = printable(f"{key}: {_brief(value)}")
-            yield "  " + clip(entry, None if columns is None else columns - 2), ""
+            yield "  " + clip(printable(f"{key}: {_brief(value)}"), None if columns is None else columns - 2), ""
     if info.globals:
         yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
         for name, harmless in list(info.globals.items())[: None if columns is None else ROWS]:

@@ -631,7 +631,6 @@ def _plot(
     most: int,  # of the texts below, but the first and the last layer always have one
     caption: str = "",
 ) -> str:
-    """Return a chart over the layers."""
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{len(place)}"/>' for at, _ in ticks)
     scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
     heading = f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""
@@ -683,8 +682,7 @@ def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tu
     if log:  # values and ends are exponents of ten; ticks at 1, 10, 100 or, if fewer than two, at 1, 2, 5, 10
         at = [float(power) for power in _decades(bottom, top, 4)]
         if len(at) < 2:
-            fine = range(int(bottom // 1), math.ceil(top))
-            at = [power + math.log10(n) for power in fine for n in (1, 2, 5)]
+            at = [power + math.log10(n) for power in range(int(bottom // 1), math.ceil(top)) for n in (1, 2, 5)]
             at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
         shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
     else:

@@ -337,7 +337,7 @@ def _measure_plain(
         with reporter(progress, int(spans.sizes.sum())) as report:  # other tensors are empty
             jobs.run_columns(spans.pick(rows), places[rows], report=report, op=op, origin=origin, threads=threads)
 
-    codes = (dtypes.BY_NUMBER[number].code for number in columns.numbers)
+    codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
     heads = [*zip(codes, shapes, spans.sizes.tolist(), strict=True)]
     return dict(zip(tensors.names, _statistics(heads, spans.sources, run, histogram), strict=True))
 
@@ -462,10 +462,8 @@ def _statistics(
         for row in np.flatnonzero(finite == 0).tolist():
             for column in measures:
                 column[row] = math.nan  # a single object, so that equal statistics compare equal
-        whole = np.isin(numbers, _WHOLE_NUMBERS) & (finite > 0)
-        for row in np.flatnonzero(whole).tolist():
-            exact = _of_integers(merged[row], numbers[row] == _U64)
-            for column, number in zip(measures, exact, strict=True):
+        for row in np.flatnonzero(np.isin(numbers, _WHOLE_NUMBERS) & (finite > 0)).tolist():
+            for column, number in zip(measures, _of_integers(merged[row], numbers[row] == _U64), strict=True):
                 column[row] = number
         columns = [
             *([dtype for dtype, _, _ in heads], shapes, (finite + nan + inf).tolist(), *measures),

@@ -124,8 +124,7 @@ def module_of(name: str) -> str:
 
 
 def _is_part(name: str) -> bool:
-    last = name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")
-    return _PART.fullmatch(last) is not None
+    return _PART.fullmatch(name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")) is not None
 
 
 # ---- without a schema ----
@@ -514,5 +513,4 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
     if kind == rows.NUMBERS:
         return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
-    types: dict[str, type] = {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}
-    return type(value) is types[kind]
+    return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import chain, count, groupby, pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from ..formats.folder import INDEX, SINGLE, parse_index
 from ..formats.numbered import PART
 from ..remote import url as urls
 from .edit_journal import Locked, recover, remove, replace_header
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LENGTH = 8
 # Folders of the Hub's cache, in which one file can belong to several snapshots.
@@ -179,7 +176,7 @@ class Edit(ABC):
     def _write(self) -> None:
         """Write the changes."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Edit:
         return self
 
     @public
@@ -232,8 +229,7 @@ class SafetensorsEdit(Edit):
         return iter([name for name, _ in self._in_order()])
 
     def _in_order(self) -> list[tuple[str, _Stored | TensorToWrite]]:
-        items = sorted(self._tensors.items(), key=lambda item: item[1][0])
-        return [(name, tensor) for name, (_place, tensor) in items]
+        return [(name, tensor) for name, (_place, tensor) in sorted(self._tensors.items(), key=lambda item: item[1][0])]
 
     def _check(self, name: str, *, new: bool = False) -> None:
         super()._check(name, new=new)
@@ -251,7 +247,6 @@ class SafetensorsEdit(Edit):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for _place, tensor in self._tensors.values())
 
     @property

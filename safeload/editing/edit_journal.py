@@ -146,7 +146,6 @@ class Locked(io.FileIO):
             self.close()
 
     def head(self, size: int) -> bytes:
-        """Return the first bytes of the file."""
         content = b""
         self.seek(0)
         while len(content) < size:

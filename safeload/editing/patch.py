@@ -274,7 +274,6 @@ class _Tensor(NamedTuple):
         return other is not None and (self.row.number, self.shape) == (other.row.number, other.shape)
 
     def whole(self) -> Array:
-        """Return all bytes."""
         return _joined([*self.chunks()])
 
     def array(self) -> Array:
@@ -318,8 +317,7 @@ def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] |
         raise UnsupportedError(f"{path} is a folder: patches are made and applied file by file")
     with closing(open_file(path, OpenRequest((SAFETENSORS,), files=files)).file) as file:
         header = bytes(file.read_at(0, _LENGTH + int.from_bytes(file.read_at(0, _LENGTH), "little")))
-        tensors = _tensors_of(file.table, file.read_at)
-        yield _Side(files.shown(path), tensors, header, file.table.metadata() or {}, file)
+        yield _Side(files.shown(path), _tensors_of(file.table, file.read_at), header, file.table.metadata() or {}, file)
 
 
 def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _Tensor]:
@@ -407,8 +405,7 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
             if not count:
                 continue
             if count * (np.dtype(width).itemsize + tensor.dtype.itemsize) < tensor.nbytes:
-                indices = np.concatenate(positions).astype(width)
-                tensors[name + _INDICES] = _in_memory(source_of(name, indices))
+                tensors[name + _INDICES] = _in_memory(source_of(name, np.concatenate(positions).astype(width)))
                 joined = np.concatenate(values)
                 tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), joined.nbytes, joined))
         tensors.setdefault(name + _VALUES, tensor)
