@@ -24,7 +24,7 @@ from ..conversion.executors import Executor, Tables, opened
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Located, Location
+from ..core.files import Located
 from ..core.json_file import read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
@@ -275,7 +275,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
 
 
 def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
-    """Validate the checkpoint at a path or URL."""
+    """Validate the checkpoint at a path or URL; of a damaged folder, the good shards as far as they suffice."""
     (place,), where = places_of([path], opening.get("storage_options"))
     text = where.shown(place)
     report = CheckReport(text)
@@ -288,10 +288,24 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
             raise
         findings, good, config = files.check_shards(place, where, opening, problem)
         report.add(findings)
-        return _validate_rest(report, good, config, opening, options)
-    with opened, Catalog.of(opened) as catalog:
-        report.add(_check_other_form(catalog, options))
-        return _validate_tensors(report, catalog, options)
+    else:
+        with opened, Catalog.of(opened) as catalog:
+            report.add(_check_other_form(catalog, options))
+            return _validate_tensors(report, catalog, options)
+    if not good:
+        return report
+    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=read)
+    rest = CheckReport(text)
+    try:
+        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
+            _validate_tensors(rest, catalog, own)
+    except (SafeloadError, OSError):  # these shards need the rest
+        return report
+    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
+    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
+    rest.add(findings)
+    return rest
 
 
 def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Finding]:
@@ -317,30 +331,6 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     if not same:
         yield find("folder.ambiguous", unread=unread[0], used=next(name for name in forms if name in opened))
-
-
-def _validate_rest(
-    report: CheckReport,
-    good: Sequence[Location],
-    config: Mapping[str, Any] | None,
-    opening: Mapping[str, Any],
-    options: CheckSettings,
-) -> CheckReport:
-    """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
-    if not good:
-        return report
-    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
-    own = options._replace(config=config if options.config is None else options.config, values=read)
-    rest = CheckReport(report.source)
-    try:
-        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
-            _validate_tensors(rest, catalog, own)
-    except (SafeloadError, OSError):  # these shards need the rest
-        return report
-    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
-    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
-    rest.add(findings)
-    return rest
 
 
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
@@ -537,11 +527,8 @@ def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = 
             bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
         elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
             array = catalog.array(name, threads).reshape(-1)
-            beyond_limit = 0
-            for at in range(0, array.size, _CHUNK):
-                magnitudes = np.abs(array[at : at + _CHUNK].astype(np.float64))
-                beyond_limit += int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
-            if beyond_limit <= allowed:
+            chunks = (np.abs(array[at : at + _CHUNK].astype(np.float64)) for at in range(0, array.size, _CHUNK))
+            if sum(int(((chunk >= limit) & np.isfinite(chunk)).sum()) for chunk in chunks) <= allowed:
                 bounds[name] = limit
     return bounds
 
@@ -581,9 +568,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         return
     for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
         number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
-        if number is None:
-            continue
-        expected = float(number) * factor
+        expected = math.nan if number is None else float(number) * factor  # no scale is off from NaN
         off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
         if off.any():
             scale = scales[int(off.argmax())]

@@ -440,10 +440,8 @@ def _compare_structure(
     report.only_a = [name for name in in_a if name not in b]
     report.only_b = [name for name in in_b if name not in a]
     shapes: dict[str, Shape] = {}
-    for name, x in a.items():
-        if name not in b:
-            continue
-        y = b[name]
+    for name in filter(b.__contains__, a):
+        x, y = a[name], b[name]
         if x.dtype != y.dtype or x.scheme != y.scheme:
             report.dtypes[name] = _dtype(x), _dtype(y)
         if x.shape == y.shape:

@@ -505,14 +505,10 @@ class Row(NamedTuple):
     nbytes: int  # of all tensors
 
 
-def _by_name(row: Row) -> Any:
-    return natural_key(row.name)
-
-
 # Sort keys; numbers in descending order.
 KEYS: dict[str, Callable[[Row], Any]] = {
-    "name": _by_name,
-    "dtype": lambda row: (row.dtype, _by_name(row)),
+    "name": lambda row: natural_key(row.name),
+    "dtype": lambda row: (row.dtype, natural_key(row.name)),
     "shape": lambda row: tuple(-dim for dim in row.shape or ()),
     "parameters": lambda row: -row.parameters,
     "size": lambda row: -row.nbytes,
@@ -546,10 +542,14 @@ def lines(
         for part in [line] if columns is None else wrap(clip(line, 4 * columns), columns, hanging="  "):
             yield part, ""
 
-    counts = [plural(len(sizes), "file")] if len(sizes) > 1 else []
-    counts += [info.format, plural(info.tensor_count, "tensor")]
-    counts += [quantity(info.parameters, "parameter")] if info.tensor_count else []
-    yield from wrapped(f"{title}: {', '.join([*counts, size(sum(sizes))])}")
+    counts = [
+        plural(len(sizes), "file") if len(sizes) > 1 else "",
+        info.format,
+        plural(info.tensor_count, "tensor"),
+        quantity(info.parameters, "parameter") if info.tensor_count else "",
+        size(sum(sizes)),
+    ]
+    yield from wrapped(f"{title}: {', '.join(filter(None, counts))}")
     if len(sizes) > 1:
         files = [printable(os.path.basename(file)) for file in info.files][:rows]
         for name, total in zip(shorten(files, None if columns is None else columns - 16), sizes, strict=False):
@@ -631,7 +631,7 @@ def rows_of(infos: Sequence[TensorInfo], *, alone: bool, sort: str | None) -> li
     """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
     with paused(len(infos)):
         if alone:
-            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=_by_name)
+            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=KEYS["name"])
         else:
             kinds = [(i.dtype, i.shape, i.nbytes) for i in infos]
             rows = [

@@ -46,11 +46,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def make(
-    given: Given,
-    *,
-    executor: Executor | None = None,
-    threads: int | None = None,
-    progress: Progress = None,
+    given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
 ) -> dict[str, Any]:
     """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
     check_threads(threads)

@@ -187,6 +187,7 @@ def page_of(
     if sharded and rows:
         title, header = _some(len(rows), _ROWS, "file", "files"), ("file", "SHA-256", "bytes")
         parts.append(section("Files", table(title, header, rows[:_ROWS], label="SHA-256 of each file", words=2)))
+    # "calm": parts are unchecked.
     mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     about = {"Path": report.source, "Date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(date))}
@@ -196,15 +197,22 @@ def page_of(
     if digests:
         about["SHA-256"] = "see the table of files at the end" if sharded else next(iter(digests.values()))
     about["Written by"] = f"safeload {__version__}"
-    page = _page(
-        mood,
+    folder = files(__package__)
+    style = re.sub(r"/\*.*?\*/", "", folder.joinpath("report.css").read_text("utf-8"), flags=re.DOTALL)
+    template = "".join(map(str.strip, folder.joinpath("report.html").read_text("utf-8").splitlines()))
+    page = Template(template).substitute(
+        mood=mood,
+        mark=_MARKS[mood],
+        version=__version__,
+        style=re.sub(r"\s+", " ", style).strip(),
+        generator=_GENERATOR,
         title=escaped(os.path.basename(name) or report.source),
         verdict=escaped(report.verdict),
         checked=escaped(f"checked: {report.checked}") if report.tensors else "",
         about=facts(about.items(), "meta"),
         sections="".join(parts),
     )
-    return page, report
+    return f"<!doctype html>\n{page}\n", report
 
 
 def _now() -> int:
@@ -445,15 +453,6 @@ def is_page(head: bytes) -> bool:
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
 
 
-def _page(mood: str, **texts: str) -> str:
-    """Return the whole page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
-    folder = files(__package__)
-    style = re.sub(r"/\*.*?\*/", "", folder.joinpath("report.css").read_text("utf-8"), flags=re.DOTALL)
-    template = "".join(map(str.strip, folder.joinpath("report.html").read_text("utf-8").splitlines()))
-    texts |= {"mood": mood, "mark": _MARKS[mood], "version": __version__, "style": re.sub(r"\s+", " ", style).strip()}
-    return f"<!doctype html>\n{Template(template).substitute(texts, generator=_GENERATOR)}\n"
-
-
 # ---- groups of tensors ----
 
 
@@ -582,12 +581,13 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
     place = _places(tensors)
     groups = dict([*by_kind(row for row in tensors if row.layer in place).items()][:KINDS])
-    series: dict[str, list[list[tuple[int, float]]]] = {kind: [] for kind in groups}
-    for kind, rows in groups.items():
-        for _, _, value_of in lines:
-            values = [(place[row.layer], value_of(row)) for row in rows]
-            finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
-            series[kind].append(sorted((k, math.log10(value) if log else value) for k, value in finite))
+
+    def points_of(rows: Iterable[ReportRow], value_of: Callable[[ReportRow], float]) -> list[tuple[int, float]]:
+        values = [(place[row.layer], value_of(row)) for row in rows]
+        finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
+        return sorted((k, math.log10(value) if log else value) for k, value in finite)
+
+    series = {kind: [points_of(rows, value_of) for _, _, value_of in lines] for kind, rows in groups.items()}
     every = [y for drawn in series.values() for points in drawn for _, y in points]
     if not every:
         return ""

@@ -92,13 +92,13 @@ def sizes(source: Given) -> Sizes:
                 if rules.drops(name):
                     continue
                 scheme = rules.plan(name, about).scheme
-                if scheme is not None:
+                if scheme is None:
+                    row = rules.kept_dtype(about, None)
+                    total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
+                else:
                     is_quantized = True
                     encoding = Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None))
                     total += number * encoding.nbytes
-                    continue
-                row = rules.kept_dtype(about, None)
-                total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
             if not is_quantized:
                 raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
             return total

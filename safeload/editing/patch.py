@@ -390,15 +390,17 @@ def _own_digest(tensors: Mapping[str, _Tensor], facts: _Facts) -> str:
 def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple[dict[str, _Tensor], PatchReport]:
     """Compare two sides, tensor by tensor, and return the tensors of the patch."""
     tensors: dict[str, _Tensor] = {}
-    lines = [tensor.line(name) for name, tensor in old.items() if not _is_compared(tensor, new.get(name))]
+    # Single elements can change if both sides have the tensor, and elements are whole bytes.
+    compared = {name for name, tensor in new.items() if tensor.is_like(old.get(name)) and not tensor.row.packed}
+    lines = [tensor.line(name) for name, tensor in old.items() if name not in compared]
     new_lines, changed = [], 0
     for name, tensor in new.items():
-        before, count = old.get(name), tensor.elements
-        if before is None or not _is_compared(before, tensor):
+        count = tensor.elements
+        if name not in compared:
             new_lines.append(tensor.line(name))
         else:
-            digests, positions, values = _compare(before, tensor)
-            lines.append(before.line(name, digests[0]))
+            digests, positions, values = _compare(old[name], tensor)
+            lines.append(old[name].line(name, digests[0]))
             new_lines.append(tensor.line(name, digests[1]))
             width = np.int32 if tensor.elements <= _MAX_INT32 else np.int64
             count = sum(map(len, values))
@@ -418,11 +420,6 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
         _digest_of(lines),
         _digest_of(new_lines),
     )
-
-
-def _is_compared(before: _Tensor, after: _Tensor | None) -> bool:
-    """Return True if single elements can change: both sides have the tensor, and elements are whole bytes."""
-    return before.is_like(after) and not before.row.packed
 
 
 def _compare(before: _Tensor, after: _Tensor) -> tuple[tuple[Any, Any], list[Array], list[Array]]:
