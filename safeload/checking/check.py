@@ -86,6 +86,7 @@ _CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", 
 _VALUES = (_SCALES, _STATS, _OUTLIERS)
 
 CheckSource: TypeAlias = Given | Array | QuantizedTensor
+_Entries: TypeAlias = Sequence[files.FileEntry]
 
 
 @exported()
@@ -390,7 +391,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
     report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
     role: Callable[[str], str | None] = schema.role if schema is not None else lambda name: None
     zero: set[str] = set()  # tensors already reported as zero
-    entries: list[files.FileEntry] | None = None
+    entries: _Entries | None = None
     with report.readable():
         report.add(files.check_tails(catalog, role, zero, values=options.values))
         report.add(files.check_runs(catalog, role, zero))
@@ -639,11 +640,7 @@ def _rows(tables: Tables, table: str, subjects: Iterable[str]) -> Iterator[tuple
 
 
 def _read(
-    catalog: Catalog,
-    tensors: Descriptions,
-    pairs: Mapping[str, str],
-    entries: Sequence[files.FileEntry],
-    options: CheckSettings,
+    catalog: Catalog, tensors: Descriptions, pairs: Mapping[str, str], entries: _Entries, options: CheckSettings
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
     if options.executor is not None:
@@ -702,7 +699,7 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
 # ---- in pieces ----
 
 
-def _entry_pieces(entries: Sequence[files.FileEntry]) -> Iterator[dict[str, Any]]:
+def _entry_pieces(entries: _Entries) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
     for group in executors.groups(sizes, [entry.file for entry in entries], range(len(entries))):
         archives: dict[str, list[Any]] = {}

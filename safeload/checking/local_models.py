@@ -133,8 +133,7 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     failures: list[OSError] = []
     models = [*_of_hub(failures), *_of_ollama(failures)]
-    places = [*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)]
-    for path, source in places:
+    for path, source in (*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)):
         models += _of_folder(path, source, failures)
     return LocalModels(dict.fromkeys(models), sorted({one_line(error) for error in failures}))
 

@@ -230,8 +230,7 @@ def apply_patch(
         if isinstance(base, Mapping):
             _change_arrays(base, old.tensors, result)
         if target is not None:
-            expected = facts.result if check and facts is not None else None
-            _write(target, header, result, old.file, expected=expected, patch=delta.place)
+            _write(target, header, result, old.file, facts if check else None, delta.place)
     return None if facts is None else facts.result
 
 
@@ -554,8 +553,7 @@ def _write(
     header: bytes,
     tensors: Mapping[str, _Tensor],
     base: WeightFile | None,
-    *,
-    expected: str | None,  # digest
+    facts: _Facts | None,  # has the expected digest
     patch: str,
 ) -> None:
     """Write the result, and compare it with its digest before it is put in place."""
@@ -567,10 +565,10 @@ def _write(
                 digest = hashlib.sha256()
                 for chunk in tensor.chunks():
                     file.write([(address_of(chunk), chunk.size)])
-                    if expected is not None:
+                    if facts is not None:
                         digest.update(chunk.data)
                 lines.append(tensor.line(name, digest))
-            if expected is not None and _digest_of(lines) != expected:
+            if facts is not None and _digest_of(lines) != facts.result:
                 raise FormatError("the result does not have its digest", patch)
             if os.name == "nt" and base is not None:
                 base.close()  # Windows does not replace open files
