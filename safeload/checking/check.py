@@ -322,7 +322,8 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     try:
         with Catalog.of(folder / unread[0]) as other:
-            a, b = ({about[:3] for about in each.descriptions([*each]).values()} for each in (catalog, other))
+            abouts = (each.descriptions([*each]) for each in (catalog, other))
+            a, b = ({name: about[1:3] for name, about in described.items()} for described in abouts)
             same = a == b
             if same and options.values and not options.selection:
                 from .diff import diff  # only here: few folders hold two checkpoints
@@ -339,8 +340,7 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     selected = frozenset(options.selection.of(list(catalog)))
     _check_tensors(report, catalog, selected, options)
     report.seconds = time.perf_counter() - started
-    if options.selection:
-        report.leave_out(frozenset(catalog) - selected)
+    report.leave_out(frozenset(catalog) - selected)
     return report
 
 
@@ -538,12 +538,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)
-    names: Mapping[str, str]
-    parts: Mapping[str, Array]
-    if packed is not None:
-        names = packed.names(name)
-        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
-    else:
+    if packed is None:
         value = catalog.value(name, threads)
         assert isinstance(value, QuantizedTensor)
         restoring = value.restoring()  # with the owner of the memory of its parts
@@ -557,6 +552,9 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
             return
         packed, names = restoring[0], value.names
         parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+    else:
+        names = packed.names(name)
+        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
     if about.packed:
         yield from _check_packed(name, packed, names, parts)
         return

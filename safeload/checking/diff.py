@@ -699,9 +699,8 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
         return largest, sums
 
     parts = [*in_order(compare_block, pieces.blocks(NUMBERS), threads, 16 * total)]
-    largest = [value for part, _ in parts for value in part]
-    if all(integers):
-        largest = [int(value) for value in largest]
+    number = int if all(integers) else float
+    largest = [number(value) for part, _ in parts for value in part]
     sums = np.concatenate([part for _, part in parts])
     if len(sums) > len(shapes):
         largest, sums = _added_up(largest, sums, pieces)

@@ -80,10 +80,12 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
         yield find("index.total_size", index=base, total_size=total_size, nbytes=nbytes + scales)
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
-    for file in catalog.weight_files:
-        for k, name in enumerate(file.table.names):
-            if (file, k) not in listed:
-                yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
+    yield from (
+        find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
+        for file in catalog.weight_files
+        for k, name in enumerate(file.table.names)
+        if (file, k) not in listed
+    )
 
 
 # ---- CRC-32 ----

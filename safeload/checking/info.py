@@ -597,7 +597,7 @@ def lines(
             (printable(row.name), row.dtype, _shape(row), *[f"{row.parameters:,}"] * tree, size(row.nbytes))
             for row in first
         ]
-        table_lines = [*_table(header, cells, 3, columns)]
+        table_lines = _table(header, cells, 3, columns)
     yield from table_lines
     if len(first) < len(listed):
         hidden = len(listed) - len(first) if tree else len(infos) - sum(row.number for row in first)
@@ -606,12 +606,10 @@ def lines(
 
 def _table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int, columns: int | None
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a table, of which the first ``left`` columns are text."""
+) -> list[tuple[str, str]]:
+    """Return the lines of a table, of which the first ``left`` columns are text, each with its colour or ""."""
     head, *body = table(header, rows, right=frozenset(range(left, len(header))), columns=columns)
-    yield head, "head"
-    for line in body:
-        yield line, ""
+    return [(head, "head"), *((line, "") for line in body)]
 
 
 def _shape(row: Row) -> str:

@@ -266,8 +266,7 @@ def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[Loca
         inner = sorted(name for name in folders if name[:1] != ".")
         names = sorted(name for name in files if name[:1] != ".")
         left -= len(inner) + len(names)
-        depth = title.count("/") + 1 if title else 0
-        folders[:] = inner if left > 0 and depth < _LEVELS else ()
+        folders[:] = inner if left > 0 and title.count("/") + bool(title) < _LEVELS else ()
         try:
             status = os.stat(folder)
         except OSError as error:

@@ -152,8 +152,6 @@ def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[
             without_settings += 1
         elif entry.get(RESTORING) != current.get(RESTORING):
             yield find("manifest.changed:settings", name)
-    for name in now:
-        if name not in before:
-            yield find("manifest.unexpected", name)
+    yield from (find("manifest.unexpected", name) for name in now if name not in before)
     if without_settings:
         yield find("manifest.outdated", tensors=plural(without_settings, "quantized tensor"))

@@ -422,9 +422,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
 
 def section(title: str, *parts: str, note: str = "") -> str:
     """Return a section; empty if all its parts are empty."""
-    if not any(parts):
-        return ""
-    return f"<section><h2>{escape(title)}</h2>{soft(note)}{''.join(parts)}</section>"
+    return f"<section><h2>{escape(title)}</h2>{soft(note)}{''.join(parts)}</section>" if any(parts) else ""
 
 
 def soft(note: str) -> str:
@@ -700,9 +698,7 @@ def _decades(low: float, high: float, limit: int) -> list[int]:
 
 def _power(exponent: int) -> str:
     """Format a power of ten: "0.01", "10⁻⁶"."""
-    if -3 <= exponent <= 4:
-        return f"{10.0**exponent:g}"
-    return f"10{str(exponent).translate(_RAISED)}"
+    return f"{10.0**exponent:g}" if -3 <= exponent <= 4 else f"10{str(exponent).translate(_RAISED)}"
 
 
 def heat(tensors: Sequence[ReportRow]) -> str:
@@ -727,8 +723,9 @@ def heat(tensors: Sequence[ReportRow]) -> str:
             if (places := np.flatnonzero(levels == level)).size
         ]
         drawing = _svg(label, last - first, 1, "".join(cells), ' shape-rendering="crispEdges"')
-        name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
-        rows += f'<tr>{name}<td class="map">{drawing}</td></tr>'
+        rows += (
+            f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map">{drawing}</td></tr>'
+        )
     begin, end = ((_LOWEST + k) * math.log10(2) for k in (first, last))
     ticks = [((k - begin) / (end - begin), _power(k)) for k in _decades(begin, end, 6)]
     axis = f'<tr class="axis"><td></td><td>{_axis(ticks)}</td></tr>'

@@ -156,12 +156,9 @@ def lines_of(
     cells: list[tuple[str, ...]] = [_WIDE_HEAD if wide else _HEAD]
     for name, s in rows:
         low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
-        if wide:
-            counts = [f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf)]
-            kind = s.dtype, str(list(s.shape))
-            cells.append((printable(name), *kind, low, high, _number(s.absmax), mean, std, *counts))
-        else:
-            cells.append((printable(name), low, high, mean, std, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""))
+        counts = [f"{count:,}" if count else "" for count in ((s.zeros, s.nan, s.inf) if wide else (s.nan + s.inf,))]
+        kind = (s.dtype, str(list(s.shape))) if wide else ()
+        cells.append((printable(name), *kind, low, high, *[_number(s.absmax)] * wide, mean, std, *counts))
     right = frozenset(range(3 if wide else 1, len(cells[0])))
     head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
     result = [(head, "head")]

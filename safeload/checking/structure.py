@@ -136,9 +136,8 @@ def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
         count = max(layers) + 1
-        for layer in sorted(layers):
-            if layer >= _FAR and layer >= _FAR * len(layers):
-                yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
+        for layer in sorted(layer for layer in layers if layer >= _FAR * len(layers)):
+            yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
         if count <= 2 * len(layers):
             for layer in sorted(set(range(count)) - layers.keys()):
                 yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
@@ -269,8 +268,13 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
             if layer not in reported:
                 reported.add(layer)
                 stack, number = layer
-                facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
-                yield find("schema.layer_missing", f"{stack}{number}", **facts)
+                yield find(
+                    "schema.layer_missing",
+                    f"{stack}{number}",
+                    layer=number,
+                    layers=layers[stack],
+                    tensors=counts[layer],
+                )
         elif layer is not None and spread[name] > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
@@ -485,9 +489,7 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
     required += [_MERGES] if model == "gpt2" else []
-    for key in required:
-        if key not in metadata:
-            yield key, find("gguf.key", key=key)
+    yield from ((key, find("gguf.key", key=key)) for key in required if key not in metadata)
     types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
     types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
     for key, kinds in types.items():

@@ -321,8 +321,7 @@ def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] |
 
 def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _Tensor]:
     def chunks(begin: int, end: int) -> Iterator[Array]:
-        for at in range(begin, end, _CHUNK):
-            yield np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8)
+        return (np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8) for at in range(begin, end, _CHUNK))
 
     rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
     return {
