@@ -268,13 +268,8 @@ def _check_missing(choice: Choice, expected: _Expected, absent: Set[str]) -> Ite
             if layer not in reported:
                 reported.add(layer)
                 stack, number = layer
-                yield find(
-                    "schema.layer_missing",
-                    f"{stack}{number}",
-                    layer=number,
-                    layers=layers[stack],
-                    tensors=counts[layer],
-                )
+                facts: dict[str, Any] = {"layer": number, "layers": layers[stack], "tensors": counts[layer]}
+                yield find("schema.layer_missing", f"{stack}{number}", **facts)
         elif layer is not None and spread[name] > 1 and everywhere[name] == usual[name]:
             if name not in reported:
                 reported.add(name)
