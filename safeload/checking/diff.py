@@ -517,13 +517,13 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
         return element is None or element.packed
 
     def read(name: str) -> Source:
-        encoded, array = is_encoded(name), None
+        encoded = is_encoded(name)
         if stream is not None and not encoded:
             value: Any = next(stream)[1]
             array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
         elif encoded or catalog.about(name).quantized or is_remote(catalog.place(name).file):
             array = catalog.array(name, threads)
-        if array is None:
+        else:
             source = catalog.source(name, threads=threads)
             assert isinstance(source, Source)
             return source

@@ -111,8 +111,7 @@ def quantized_parts(
     if not names:
         return Quantized()
     modules = frozenset(map(module_of, names)) - {""}
-    inside = [name for name in tensors if module_of(name) in modules]
-    names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
+    names |= {name for name in tensors if module_of(name) in modules and (name.endswith(".weight") or _is_part(name))}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
 

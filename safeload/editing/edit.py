@@ -241,9 +241,8 @@ class SafetensorsEdit(Edit):
         value = value_of(name, array, self._keep)
         if isinstance(value, QUANTIZED):
             raise error_about(UnsupportedError, "is quantized; convert the file to add it", tensor=name)
-        tensor = source_of(name, value)
         place = self._tensors[name][0] if name in self else next(self._places)
-        self._tensors[name] = place, tensor
+        self._tensors[name] = place, source_of(name, value)
 
     @property
     def nbytes(self) -> int:
