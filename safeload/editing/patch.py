@@ -230,7 +230,7 @@ def apply_patch(
         if isinstance(base, Mapping):
             _change_arrays(base, old.tensors, result)
         if target is not None:
-            _write(target, header, result, old.file, facts if check else None, delta.place)
+            _write(target, header, result, old.file, facts=facts if check else None, patch=delta.place)
     return None if facts is None else facts.result
 
 
@@ -552,6 +552,7 @@ def _write(
     header: bytes,
     tensors: Mapping[str, _Tensor],
     base: WeightFile | None,
+    *,
     facts: _Facts | None,  # has the expected digest
     patch: str,
 ) -> None:
