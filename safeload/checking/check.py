@@ -24,11 +24,10 @@ from ..conversion.executors import Executor, Tables, opened
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Located, Location
+from ..core.files import Located
 from ..core.json_file import read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
-from ..core.packing import Packed
 from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
@@ -51,7 +50,6 @@ from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
-from .files import FileEntry
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions
@@ -89,6 +87,7 @@ _CRC, _SCALES, _STATS, _OUTLIERS, _TIED = "crc", "scales", "stats", "outliers", 
 _VALUES = (_SCALES, _STATS, _OUTLIERS)
 
 CheckSource: TypeAlias = Given | Array | QuantizedTensor
+_Entries: TypeAlias = Sequence[files.FileEntry]
 
 
 @exported()
@@ -212,15 +211,13 @@ def check(
             raise executors.in_memory("an array is", executors.EXECUTOR)
         report = CheckReport(ARRAY)
         refuse_masked(source, "the array")
-        catalog = Catalog.of({ARRAY: source})
         if shape is not None:
             if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
                 raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-            actual = catalog.about(ARRAY).shape
-            if not structure.fits(actual, tuple(shape)):
+            if not structure.fits(source.shape, tuple(shape)):
                 sizes = ", ".join("?" if size is None else str(size) for size in shape)
-                report.add([find("array.shape", ARRAY, shape=list(actual), sizes=sizes)])
-        return _validate_tensors(report, catalog, options._replace(schema=None))
+                report.add([find("array.shape", ARRAY, shape=list(source.shape), sizes=sizes)])
+        return _validate_tensors(report, Catalog.of({ARRAY: source}), options._replace(schema=None))
     if shape is not None:
         raise ValueError("shape= requires a single array")
     if isinstance(source, (Mapping, Catalog)):
@@ -280,7 +277,7 @@ def _params_beside(weights: Sequence[WeightFile]) -> Mapping[str, Any] | None:
 
 
 def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options: CheckSettings) -> CheckReport:
-    """Validate the checkpoint at a path or URL."""
+    """Validate the checkpoint at a path or URL; of a damaged folder, the good shards as far as they suffice."""
     (place,), where = places_of([path], opening.get("storage_options"))
     text = where.shown(place)
     report = CheckReport(text)
@@ -289,15 +286,28 @@ def validate_path(path: PathLike | Located, opening: Mapping[str, Any], options:
     try:
         opened = loading.open(path, **opening)
     except (SafeloadError, OSError) as problem:
-        plain = not isinstance(problem, SafeloadError)
-        if plain and getattr(problem, "filename", None) in (None, text):
+        if not isinstance(problem, SafeloadError) and getattr(problem, "filename", None) in (None, text):
             raise
         findings, good, config = files.check_shards(place, where, opening, problem)
         report.add(findings)
-        return _validate_rest(report, good, config, opening, options)
-    with opened, Catalog.of(opened) as catalog:
-        report.add(_check_other_form(catalog, options))
-        return _validate_tensors(report, catalog, options)
+    else:
+        with opened, Catalog.of(opened) as catalog:
+            report.add(_check_other_form(catalog, options))
+            return _validate_tensors(report, catalog, options)
+    if not good:
+        return report
+    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
+    own = options._replace(config=config if options.config is None else options.config, values=read)
+    rest = CheckReport(text)
+    try:
+        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
+            _validate_tensors(rest, catalog, own)
+    except (SafeloadError, OSError):  # these shards need the rest
+        return report
+    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
+    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
+    rest.add(findings)
+    return rest
 
 
 def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Finding]:
@@ -313,9 +323,8 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
         return
     try:
         with Catalog.of(folder / unread[0]) as other:
-            a, b = (
-                {name: about[1:3] for name, about in each.descriptions([*each]).items()} for each in (catalog, other)
-            )
+            abouts = (each.descriptions([*each]) for each in (catalog, other))
+            a, b = ({name: about[1:3] for name, about in described.items()} for described in abouts)
             same = a == b
             if same and options.values and not options.selection:
                 from .diff import diff  # only here: few folders hold two checkpoints
@@ -324,43 +333,15 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
     except (SafeloadError, OSError):  # it is not whole
         return
     if not same:
-        used = next(name for name in forms if name in opened)
-        yield find("folder.ambiguous", unread=unread[0], used=used)
-
-
-def _validate_rest(
-    report: CheckReport,
-    good: Sequence[Location],
-    config: Mapping[str, Any] | None,
-    opening: Mapping[str, Any],
-    options: CheckSettings,
-) -> CheckReport:
-    """Check the tensors in the good shards of a damaged folder, as far as they suffice."""
-    if not good:
-        return report
-    read = options.values and quantization_of(config) is None  # codes can have their scales in other shards
-    own = options._replace(config=config if options.config is None else options.config, values=read)
-    rest = CheckReport(report.source)
-    try:
-        with loading.open(good, **opening) as opened, Catalog.of(opened) as catalog:
-            _validate_tensors(rest, catalog, own)
-    except (SafeloadError, OSError):  # these shards need the rest
-        return report
-    findings = [finding for finding in (*rest.errors, *rest.warnings) if finding.code.startswith(_SHARD_CODES)]
-    rest.errors, rest.warnings, rest.notes, rest.values = report.errors, report.warnings, report.notes, report.values
-    rest.add(findings)
-    return rest
+        yield find("folder.ambiguous", unread=unread[0], used=next(name for name in forms if name in opened))
 
 
 def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSettings) -> CheckReport:
     started = time.perf_counter()
     selected = frozenset(options.selection.of(list(catalog)))
-    try:
-        _check_tensors(report, catalog, selected, options)
-    finally:
-        report.seconds = time.perf_counter() - started
-    if options.selection:
-        report.leave_out(frozenset(catalog) - selected)
+    _check_tensors(report, catalog, selected, options)
+    report.seconds = time.perf_counter() - started
+    report.leave_out(frozenset(catalog) - selected)
     return report
 
 
@@ -404,15 +385,14 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         inner = config if choice.inner is None else choice.inner.config
         findings, report.compared, tied = structure.check_schema(choice, inner, named, parts)
         report.add(findings)
-    expected = options.limits.parameters
-    if expected is not None and report.parameters != expected:
-        report.add([find("model.parameters", parameters=report.parameters, expected=expected)])
+    if options.limits.parameters not in (None, report.parameters):
+        report.add([find("model.parameters", parameters=report.parameters, expected=options.limits.parameters)])
     report.add(structure.check_dtypes(tensors, config, quantized.names))
     unknown = catalog.unknown()
     report.add(_check_unknown(catalog.about(name), entry) for name, entry in unknown.items())
     role: Callable[[str], str | None] = schema.role if schema is not None else lambda name: None
     zero: set[str] = set()  # tensors already reported as zero
-    entries: list[FileEntry] | None = None
+    entries: _Entries | None = None
     with report.readable():
         report.add(files.check_tails(catalog, role, zero, values=options.values))
         report.add(files.check_runs(catalog, role, zero))
@@ -506,8 +486,8 @@ def check_values(
         norm = _NORM
     usual, of_norms = (low, high), (low, high) if norm is None else (-norm, norm)
     for name, values in stats.items():
-        about, nan, inf = tensors[name], (values.nan, values.first_nan), (values.inf, values.first_inf)
-        for rule, (bad, first) in (("value.nan", nan), ("value.inf", inf)):
+        about, nan = tensors[name], ("value.nan", values.nan, values.first_nan)
+        for rule, bad, first in (nan, ("value.inf", values.inf, values.first_inf)):
             if bad:
                 at = "" if first is None else f", the first at {list(first)}"
                 yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
@@ -549,11 +529,8 @@ def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = 
             bounds[name] = min(float(HISTOGRAM_EDGES[edge]), limit)
         elif int(histogram[min(first + 1, bins) :].sum()) <= allowed:
             array = catalog.array(name, threads).reshape(-1)
-            beyond_limit = 0
-            for at in range(0, array.size, _CHUNK):
-                magnitudes = np.abs(array[at : at + _CHUNK].astype(np.float64))
-                beyond_limit += int(((magnitudes >= limit) & np.isfinite(magnitudes)).sum())
-            if beyond_limit <= allowed:
+            chunks = (np.abs(array[at : at + _CHUNK].astype(np.float64)) for at in range(0, array.size, _CHUNK))
+            if sum(int(((chunk >= limit) & np.isfinite(chunk)).sum()) for chunk in chunks) <= allowed:
                 bounds[name] = limit
     return bounds
 
@@ -562,27 +539,23 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
     """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)
-    names: Mapping[str, str]
-    parts: Mapping[str, Array]
-    if packed is not None:
-        names = packed.names(name)
-        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
-    else:
+    if packed is None:
         value = catalog.value(name, threads)
         assert isinstance(value, QuantizedTensor)
         restoring = value.restoring()  # with the owner of the memory of its parts
         if restoring is None:  # blocks with their scales inside
-            row = dtypes.BLOCK_TYPES[value.scheme]
-            blocks = np.ascontiguousarray(value.data).reshape(-1, row.block_bytes)
-            of_blocks = dtypes.block_scales(row, blocks) if blocks.size else None
-            bad = np.zeros(0, bool) if of_blocks is None else ~np.isfinite(of_blocks).all(axis=1)
-            if of_blocks is not None and bad.any():
-                first = f"block {bad.argmax()} with {', '.join(map(str, of_blocks[bad.argmax()]))}"
-                facts: dict[str, Any] = {"bad": int(bad.sum()), "total": bad.size, "first": first}
-                yield find("quantization.scale", name, fault="blocks have a scale that is not finite", **facts)
+            row, fault = dtypes.BLOCK_TYPES[value.scheme], "blocks have a scale that is not finite"
+            of_blocks = dtypes.block_scales(row, np.ascontiguousarray(value.data).reshape(-1, row.block_bytes))
+            if of_blocks is not None and not np.isfinite(of_blocks).all():
+                faulty = np.flatnonzero(~np.isfinite(of_blocks).all(axis=1))
+                first = f"block {faulty[0]} with {', '.join(map(str, of_blocks[faulty[0]]))}"
+                yield find("quantization.scale", name, bad=faulty.size, total=len(of_blocks), fault=fault, first=first)
             return
         packed, names = restoring[0], value.names
         parts = value.roles if about.packed or value.scale is None else {packing.SCALE: value.scale}
+    else:
+        names = packed.names(name)
+        parts = {role: PartRows(packed.parts[role]).whole() for role in _SCALE_ROLES if role in packed.parts}
     if about.packed:
         yield from _check_packed(name, packed, names, parts)
         return
@@ -595,16 +568,16 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         return
     for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
         number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
-        if number is None:
-            continue
-        expected = float(number) * factor
+        expected = math.nan if number is None else float(number) * factor  # no scale is off from NaN
         off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
         if off.any():
             scale = scales[int(off.argmax())]
             yield find("quantization.scale:limit", name, scale=scale, expected=expected, origin=origin)
 
 
-def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Mapping[str, Array]) -> Iterator[Finding]:
+def _check_packed(
+    name: str, packed: packing.Packed, names: Mapping[str, str], parts: Mapping[str, Array]
+) -> Iterator[Finding]:
     """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
 
     For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
@@ -622,11 +595,9 @@ def _check_packed(name: str, packed: Packed, names: Mapping[str, str], parts: Ma
         if role != packing.BIAS and packed.packing.family not in _SIGNED:
             bad |= scales < 0
         if bad.any():
-            at = [int(k) for k in np.argwhere(bad)[0]]
-            fault, first = (
-                f"values of {show(names[role])} are not finite numbers >= 0",
-                f"{scales[tuple(at)]:g} at {at}",
-            )
+            at = np.argwhere(bad)[0].tolist()
+            fault = f"values of {show(names[role])} are not finite numbers >= 0"
+            first = f"{scales[tuple(at)]:g} at {at}"
             yield find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
     count = wrapped_zeros(packed)
     if count:
@@ -668,14 +639,9 @@ def _rows(tables: Tables, table: str, subjects: Iterable[str]) -> Iterator[tuple
 
 
 def _read(
-    catalog: Catalog,
-    tensors: Descriptions,
-    pairs: Mapping[str, str],
-    entries: Sequence[FileEntry],
-    options: CheckSettings,
+    catalog: Catalog, tensors: Descriptions, pairs: Mapping[str, str], entries: _Entries, options: CheckSettings
 ) -> Tables:
     """Read all rows; errors of files become rows, too."""
-    tables: Tables
     if options.executor is not None:
         pieces = [*_entry_pieces(entries)]
         for piece in _pieces(catalog, [*tensors], "values", histogram=options.histogram):
@@ -705,10 +671,9 @@ def _unread(tables: Tables, of: Iterable[str], subjects: Iterable[str]) -> Itera
     try:
         yield
     except UNREADABLE as problem:
-        text = one_line(problem)
         for table in of:
             if table not in tables or table in (_SCALES, _TIED):  # tables that grow by row
-                tables[f"unread {table}"] = dict.fromkeys(subjects, text)
+                tables[f"unread {table}"] = dict.fromkeys(subjects, one_line(problem))
 
 
 def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, options: CheckSettings) -> None:
@@ -733,15 +698,14 @@ def _has_error(findings: Iterable[Sequence[Any]]) -> bool:
 # ---- in pieces ----
 
 
-def _entry_pieces(entries: Sequence[FileEntry]) -> Iterator[dict[str, Any]]:
+def _entry_pieces(entries: _Entries) -> Iterator[dict[str, Any]]:
     sizes = [entry.info.packed for entry in entries]
     for group in executors.groups(sizes, [entry.file for entry in entries], range(len(entries))):
         archives: dict[str, list[Any]] = {}
         for k in group:
             file = entries[k].file
             where = file.files.public(file.files.absolute(file.place)), file.files.public_options()
-            archive = archives.setdefault(file.place, [*where, *file.identity[:2], {}])
-            archive[-1][str(k)] = entries[k].info.name
+            archives.setdefault(file.place, [*where, *file.identity[:2], {}])[-1][str(k)] = entries[k].info.name
         piece = {"operation": "validate", "check": _CRC, "version": __version__, "archives": [*archives.values()]}
         yield {**piece, "nbytes": sum(sizes[k] for k in group)}
 

@@ -59,8 +59,7 @@ _EXACT = 1 << 52  # integers up to this size are exact as float64, and so are th
 
 # By dtype number: the bytes of an element, and the dtype to compare; complex numbers are compared as two floats.
 _SIZES, _PARTS = np.zeros(256, np.int64), np.arange(256, dtype=np.uint8)
-for _row in dtypes.TABLE:
-    _SIZES[_row.number] = _row.bits // 8
+_SIZES[[row.number for row in dtypes.TABLE]] = [row.bits // 8 for row in dtypes.TABLE]
 _PARTS[dtypes.BY_CODE["C64"].number], _PARTS[dtypes.BY_CODE["C128"].number] = _F32.number, _F64.number
 
 
@@ -204,16 +203,14 @@ class DiffReport(Report):
     @cached_property
     def layers(self) -> dict[str, LayerDiff]:
         """`LayerDiff` of every layer, by prefix, such as "model.layers.0"; "" holds the tensors outside layers."""
-        layers: dict[str, list[str]] = {}
-        for name in self.tensors:
-            layers.setdefault(layer_of(name), []).append(name)
+        layers: dict[str, dict[str, TensorDiff]] = {}
+        for name, row in self.tensors.items():
+            layers.setdefault(layer_of(name), {})[name] = row
         summaries = {}
-        for layer, names in sorted(layers.items(), key=lambda item: natural_key(item[0])):
-            rows = [self.tensors[name] for name in names]
-            pairs = zip(names, rows, strict=True)
-            norms = (self.norms.get(name, 0.0) if row.norm is None else row.norm for name, row in pairs)
-            relative = _ratio(math.hypot(*(row.change for row in rows)), math.hypot(*norms))
-            summaries[layer] = LayerDiff(len(names), sum(row.unequal > 0 for row in rows), relative)
+        for layer, rows in sorted(layers.items(), key=lambda item: natural_key(item[0])):
+            norms = (self.norms.get(name, 0.0) if row.norm is None else row.norm for name, row in rows.items())
+            relative = _ratio(math.hypot(*(row.change for row in rows.values())), math.hypot(*norms))
+            summaries[layer] = LayerDiff(len(rows), sum(row.unequal > 0 for row in rows.values()), relative)
         return summaries
 
     @property
@@ -252,8 +249,7 @@ class DiffReport(Report):
         """
 
         def tabled(head: tuple[str, ...], cells: Sequence[tuple[str, ...]], count: int) -> list[str]:
-            right = frozenset(range(1, len(head)))
-            return ["", *table(head, cells, right=right, columns=columns), *more(count, rows)]
+            return ["", *table(head, cells, right=frozenset(range(1, len(head))), columns=columns), *more(count, rows)]
 
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
         pairs: dict[tuple[str, str], list[str]] = {}
@@ -285,10 +281,10 @@ class DiffReport(Report):
             lines += tabled(_HEAD[:count], cells, len(unequal))
             changed = [(layer, row) for layer, row in self.layers.items() if row.unequal]
             if changed and len(self.layers.keys() - {""}) > 1:
-                by_layer = []
-                for layer, of_layer in changed[:rows]:
-                    name, count_of = printable(layer), f"{of_layer.unequal:,} of {of_layer.tensors:,}"
-                    by_layer.append((name or "(outside layers)", f"{of_layer.relative_change:.3g}", count_of))
+                by_layer = [
+                    (printable(name) or "(outside layers)", f"{change:.3g}", f"{different:,} of {tensors:,}")
+                    for name, (tensors, different, change) in changed[:rows]
+                ]
                 lines += tabled(("by layer", "relative", "tensors"), by_layer, len(changed))
         return [*lines, "", self._verdict(tolerance)]
 
@@ -414,14 +410,12 @@ def diff(
         if executor is None:
             rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
         else:
-            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
-            pieces = pieces_of(sizes, *catalogs, operation="diff")
+            pieces = pieces_of({name: 8 * math.prod(shapes[name]) for name in shapes}, *catalogs, operation="diff")
             rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
             rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
         with paused(len(rows)):
-            names = [name for name in shapes if name in rows]
-            fields = map(rows.__getitem__, names)
-            differences = dict(zip(names, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
+            fields = map(rows.__getitem__, shapes)
+            differences = dict(zip(shapes, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
         report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
         report.tensors = differences
         changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
@@ -447,10 +441,8 @@ def _compare_structure(
     report.only_a = [name for name in in_a if name not in b]
     report.only_b = [name for name in in_b if name not in a]
     shapes: dict[str, Shape] = {}
-    for name, x in a.items():
-        if name not in b:
-            continue
-        y = b[name]
+    for name in filter(b.__contains__, a):
+        x, y = a[name], b[name]
         if x.dtype != y.dtype or x.scheme != y.scheme:
             report.dtypes[name] = _dtype(x), _dtype(y)
         if x.shape == y.shape:
@@ -526,13 +518,13 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
         return element is None or element.packed
 
     def read(name: str) -> Source:
-        encoded, array = is_encoded(name), None
+        encoded = is_encoded(name)
         if stream is not None and not encoded:
             value: Any = next(stream)[1]
             array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
         elif encoded or catalog.about(name).quantized or is_remote(catalog.place(name).file):
             array = catalog.array(name, threads)
-        if array is None:
+        else:
             source = catalog.source(name, threads=threads)
             assert isinstance(source, Source)
             return source
@@ -552,8 +544,7 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
 def _spans(sources: Sequence[Source]) -> Spans:
     files = {file: k for k, file in enumerate(dict.fromkeys(source.file for source in sources))}
     numbers = np.array([source.row.number for source in sources], np.uint8)
-    rows = [(files[source.file], source.offset, source.size) for source in sources]
-    file, begins, sizes = np.array(rows, np.int64).T
+    file, begins, sizes = np.array([(files[source.file], source.offset, source.size) for source in sources], np.int64).T
     return Spans([*files], file, begins, sizes, numbers, numbers)
 
 
@@ -607,11 +598,10 @@ def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, m
     """Compare the first elements of tensors, as many as ``shapes`` have; both of a pair are complex or real."""
     # `meter` gets 8 bytes for each compared element.
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
-    sides = []
-    for spans in (a, b):  # complex numbers become two floats each
-        parts = _PARTS[spans.sources]
-        sides.append(spans._replace(sizes=elements * _SIZES[spans.sources], sources=parts, targets=parts))
-    a, b = sides
+    a, b = (  # complex numbers become two floats each
+        spans._replace(sizes=elements * _SIZES[spans.sources], sources=parts, targets=parts)
+        for spans, parts in ((a, _PARTS[a.sources]), (b, _PARTS[b.sources]))
+    )
     in_file = np.lexsort((a.begins, a.file))
     in_file = in_file[elements[in_file] > 0]
     differs = a.targets != b.targets
@@ -678,10 +668,10 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
     common = _F32 if small else _F64
     # The core would convert integers to float64 by way of float32.
     targets = [row if integer and not small else common for row, integer in zip(stored, integers, strict=True)]
-    sides = []
-    for spans, target in zip((a, b), targets, strict=True):
-        whole = spans._replace(targets=np.full_like(spans.targets, target.number))
-        sides.append(whole.divided(NUMBERS * target.block_bytes))
+    sides = [
+        spans._replace(targets=np.full_like(spans.targets, row.number)).divided(NUMBERS * row.block_bytes)
+        for spans, row in zip((a, b), targets, strict=True)
+    ]
     total = int(counts.sum())
     buffers = _Buffers(min(total, 2 * NUMBERS) * _F64.block_bytes)
     progress = 8 * pieces.counts // per_element[pieces.tensors]
@@ -710,9 +700,8 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
         return largest, sums
 
     parts = [*in_order(compare_block, pieces.blocks(NUMBERS), thread_count(16 * total, threads))]
-    largest = [value for part, _ in parts for value in part]
-    if all(integers):
-        largest = [int(value) for value in largest]
+    number = int if all(integers) else float
+    largest = [number(value) for part, _ in parts for value in part]
     sums = np.concatenate([part for _, part in parts])
     if len(sums) > len(shapes):
         largest, sums = _added_up(largest, sums, pieces)

@@ -35,7 +35,7 @@ from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
 from ..errors import FormatError, MissingShardError, SafeloadError, one_line
 from ..formats.folder import CONFIG, RESUME, ExpectedShards, choose_whole, listed_shards, read_config
-from ..formats.numbered import MOST_MISSING, PART, STEMS, NumberedFiles, sets_of
+from ..formats.numbered import MOST_MISSING, PART, STEMS, sets_of
 from ..remote.hub_cache import snapshot_of
 from .findings import ERROR, WARNING, Finding, find
 from .stats import TensorStats
@@ -45,6 +45,7 @@ _SHARD = re.compile(r"(.*)-([0-9]{1,18})-of-([0-9]{1,18})(\..*)", re.ASCII | re.
 
 # Rules about unreadable files, by error class.
 _REFUSALS = (
+    (OSError, "file.read"),
     (MissingShardError, "index.shard:opening"),
     (errors.ForbiddenError, "file.forbidden"),
     (errors.UnsupportedError, "file.unsupported"),
@@ -81,10 +82,12 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
         yield find("index.total_size", index=base, total_size=total_size, nbytes=nbytes + scales)
     listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
-    for file in catalog.weight_files:
-        for k, name in enumerate(file.table.names):
-            if (file, k) not in listed:
-                yield find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
+    yield from (
+        find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
+        for file in catalog.weight_files
+        for k, name in enumerate(file.table.names)
+        if (file, k) not in listed
+    )
 
 
 # ---- CRC-32 ----
@@ -100,7 +103,6 @@ class FileEntry(NamedTuple):
     tensors: list[str]  # names of the tensors in the entry
 
     def finding(self, fault: str) -> Finding:
-        """Return the finding for a fault."""
         more = f" (with {plural(len(self.tensors) - 1, 'more tensor')})" if len(self.tensors) > 1 else ""
         tensor = self.tensors[0] if self.tensors else None
         return find("file.crc", tensor, entry=show(self.info.name), path=self.file.path, more=more, fault=fault)
@@ -108,7 +110,7 @@ class FileEntry(NamedTuple):
 
 def entries_of(catalog: Catalog) -> list[FileEntry]:
     """Return all entries of zip archives, compressed entries last."""
-    entries = [entry for file in catalog.weight_files for entry in _entries(file, catalog.format)]
+    entries = (entry for file in catalog.weight_files for entry in _entries(file, catalog.format))
     return sorted(entries, key=lambda entry: entry.info.method != STORED)
 
 
@@ -178,9 +180,7 @@ def _fault_of(entry: FileEntry) -> str | None:
 
 def refusal(problem: SafeloadError | OSError) -> Finding:
     """Return the finding for an error that opening raised."""
-    if isinstance(problem, OSError):
-        return find("file.read", problem=one_line(problem))
-    return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=problem)
+    return find(next(rule for kind, rule in _REFUSALS if isinstance(problem, kind)), problem=one_line(problem))
 
 
 def check_shards(
@@ -258,33 +258,29 @@ def expected_shards(path: str, files: Files, *, indexed: bool = True) -> Expecte
     """List the shards that a folder, an ``index.json`` or a part of a GGUF file needs; None if it is a single file."""
     path = path if files.remote else snapshot_of(path) or path
     folder, base = files.split(path)
-    numbered: NumberedFiles | None
     if base.endswith(".json"):
         if indexed:
             return listed_shards(folder, base, files)
         path = folder
     if files.is_folder(path):
-        names = [name for name, is_folder in files.listing(path) if not is_folder]
-        names = [name for name in names if indexed or not name.endswith(".json")]
-        try:
+        listing = files.listing(path)
+        names = [name for name, is_folder in listing if not is_folder and (indexed or not name.endswith(".json"))]
+        chosen: list[str] | None = None
+        with suppress(MissingShardError):
             chosen = choose_whole(names, path, [*STEMS], Location(files, path)) or choose_whole(names, path, [*STEMS])
-            chosen = chosen or []
-        except MissingShardError:
-            chosen = []
-        if len(chosen) == 1:
+        if chosen is not None and len(chosen) == 1:
             return listed_shards(path, chosen[0], files) if chosen[0].endswith(".json") else None
-        sets = [numbered for numbered in sets_of(names) if numbered.suffix.endswith(tuple(WEIGHT_SUFFIXES))]
-        folder, numbered = path, next((each for each in sets if each.in_order == chosen), None)
-        numbered = sets[0] if numbered is None and len(sets) == 1 else numbered
+        folder, sets = path, [each for each in sets_of(names) if each.suffix.endswith(tuple(WEIGHT_SUFFIXES))]
+        sets = [each for each in sets if each.in_order == chosen] or sets
     else:
         part = PART.fullmatch(base)
         if part is None or part[4] != ".gguf":
             return None
         names = [name for name, is_folder in files.listing(folder) if not is_folder]
-        numbered = next((numbered for numbered in sets_of(names) if base in numbered.files.values()), None)
-    if numbered is None or int(numbered.total) > len(numbered.files) + MOST_MISSING:
+        sets = [each for each in sets_of(names) if base in each.files.values()]
+    if len(sets) != 1 or int(sets[0].total) > len(sets[0].files) + MOST_MISSING:
         return None
-    return ExpectedShards(folder, None, dict.fromkeys([*numbered.in_order, *numbered.missing()], ()), None)
+    return ExpectedShards(folder, None, dict.fromkeys([*sets[0].in_order, *sets[0].missing()], ()), None)
 
 
 # ---- zeros ----
@@ -306,16 +302,14 @@ _HOLE_AT_LEAST, _HOLE_OF_FILE = 64 << 10, 1000
 _FIRST_PIECE = 64 << 10
 _MOST_HOLES = 1000  # a file with more holes was written sparsely, and its holes mean nothing
 
-# Tensors that can be zero in good files: biases, the second factor of an untrained LoRA adapter, counters and caches of
-# torch modules, zero points of symmetric quantization.
+# Tensors that can be zero in good files.
 _MAY_BE_ZERO = re.compile(
+    # Biases, the second factor of an untrained LoRA adapter, counters and caches of torch modules, zero points of
+    # symmetric quantization.
     r"(?i:.*(?:^|[._])(?:bias(?:es)?|beta|lora_(?:embedding_)?b|lora(?:_linear_layer)?[._]up|running_mean|num_batches_tracked|position_ids"
-    r"|inv_freq|mask|[kv]_cache|zero_?points?|q?zeros|g_idx)(?:\..*)?)|[bB]",
-    re.ASCII | re.DOTALL,
-)
-# States of optimizers, which begin as zeros and stay zero for rows without gradients.
-_OPTIMIZER = re.compile(
-    r"(?i:(?:.*[._/])?(?:optimizer\w*|optim\w*|opt_state|exp_avg\w*|max_exp_avg_sq|momentum_buffer|square_avg|grad_avg"
+    r"|inv_freq|mask|[kv]_cache|zero_?points?|q?zeros|g_idx)(?:\..*)?)|[bB]"
+    # States of optimizers, which begin as zeros and stay zero for rows without gradients.
+    r"|(?i:(?:.*[._/])?(?:optimizer\w*|optim\w*|opt_state|exp_avg\w*|max_exp_avg_sq|momentum_buffer|square_avg|grad_avg"
     r"|acc_delta|prev|state)(?:[._/].*)?)",
     re.ASCII | re.DOTALL,
 )
@@ -323,7 +317,7 @@ _OPTIMIZER = re.compile(
 
 def may_be_zero(name: str) -> bool:
     """True if a whole tensor of this name can be zero in a good file."""
-    return _MAY_BE_ZERO.fullmatch(name) is not None or _OPTIMIZER.fullmatch(name) is not None
+    return _MAY_BE_ZERO.fullmatch(name) is not None
 
 
 class StoredRange(NamedTuple):
@@ -403,8 +397,7 @@ def zeros_end(file: WeightFile, at: int, limit: int) -> int:
     step = _FIRST_PIECE
     while at != limit:
         begin, end = sorted((at, max(at - step, limit) if limit < at else min(at + step, limit)))
-        chunk = b"".join(map(bytes, file_pieces(file, begin, end)))
-        nonzero = np.flatnonzero(np.frombuffer(chunk, np.uint8))
+        nonzero = np.flatnonzero(np.frombuffer(b"".join(map(bytes, file_pieces(file, begin, end))), np.uint8))
         if nonzero.size:
             return begin + int(nonzero[-1] + 1 if limit < at else nonzero[0])
         at, step = begin if limit < at else end, min(2 * step, PIECE)
@@ -503,8 +496,8 @@ def check_tails(
     """Find files with an unwritten tail; without ``values``, only a hole at the end counts."""
     for file, where in _files(catalog):
         table = file.table
-        ranges = sorted((*place, name) for name, place in zip(table.names, table.byte_ranges(), strict=True))
-        ranges = [place for place in ranges if place[0] < place[1]]
+        places = zip(table.names, table.byte_ranges(), strict=True)
+        ranges = sorted((begin, end, name) for name, (begin, end) in places if begin < end)
         if not ranges:
             continue
         ends = [end for _, end, _ in ranges]

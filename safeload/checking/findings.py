@@ -264,12 +264,10 @@ class CheckReport(Report):
         return f"{names}, {quantity(count, 'value') if self.values else 'no values'}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        details = [] if self.format is None else [self.format]
-        if self.tensors:
-            details += [plural(self.tensors, "tensor"), plural(self.parameters, "parameter"), size(self.nbytes)]
-        if self.schema is not None:
-            details.append(f"schema {self.schema}")
-        head = printable(self.source) + (f": {', '.join(details)}" if details else "")
+        counts = plural(self.tensors, "tensor"), plural(self.parameters, "parameter"), size(self.nbytes)
+        schema = "" if self.schema is None else f"schema {self.schema}"
+        details = ", ".join(filter(None, (self.format, *(counts if self.tensors else ()), schema)))
+        head = printable(self.source) + (f": {details}" if details else "")
         lines = [*wrap(head, columns, hanging="  "), self.verdict]
         groups = gather(self)
         if groups:

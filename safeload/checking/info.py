@@ -283,10 +283,7 @@ def describe(
     names = None if only is drop is None else select(infos, only, drop)
     # Of other files than these the size is that of the tensors alone, such as external data of ONNX.
     whole = [file for file in opened.weight_files if file.unpacked or file.path == opened.weight_files[0].path]
-    header = None
-    if opened.format in _WITH_HEADER and opened.weight_files:
-        files = opened.weight_files
-        header = sum(min((begin for begin, _ in file.table.byte_ranges()), default=file.size) for file in files)
+    begins = (min((at for at, _ in file.table.byte_ranges()), default=file.size) for file in opened.weight_files)
     loaded: dict[str, int] = {}
     if memory and infos:
         from .sizes import sizes  # only here: importing it takes milliseconds
@@ -297,7 +294,7 @@ def describe(
         path=path,
         format=opened.format,
         files={file.path: file.identity[0] if file in whole else file.size for file in opened.weight_files},
-        header_nbytes=header,
+        header_nbytes=sum(begins) if opened.weight_files and opened.format in _WITH_HEADER else None,
         notes=opened.notes,
         model=_model(opened.config, opened.metadata),
         metadata=opened.metadata,
@@ -390,7 +387,6 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 def _adapter(
     path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None
 ) -> Found:
-    """Summarize an adapter."""
     summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
@@ -406,13 +402,12 @@ def _adapter(
 
 def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
     from ..adapters import adapter as parts  # imported here: few files are adapters
-    from ..adapters.adapter import outermost
     from ..adapters.merge import fit
 
     adapter = parts.Adapter(opened)
     modules = adapter.modules
     factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
-    names = [outermost(name) for name in factors]
+    names = [parts.outermost(name) for name in factors]
     kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
     ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
     alphas: Iterable[float] = {adapter.alpha_of(name) for name in names}
@@ -442,46 +437,42 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     )
 
 
-def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> Iterator[str]:
-    """Yield the lines about an adapter, with at most ``rows`` problems; ``rest`` returns a line for the rest."""
+def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> list[str]:
+    """Return lines about an adapter, some of them empty; ``rest`` returns a line for the problems beyond ``rows``."""
     if not isinstance(found, AdapterSummary):
-        yield found or ""
-        return
+        return [found or ""]
     rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
-    if found.ranks:
-        yield f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}"
-        kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
-        yield f"changes {plural(sum(found.modules.values()), 'module')}: {_some(kinds, _MODULES)}"
-    if found.parameters:
-        yield f"parameters: {_some(found.parameters, _NAMES)}"
-    if found.embeddings:
-        yield f"embeddings: {_some(found.embeddings, _NAMES)}"
-    if found.biases:
-        yield f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}"
-    if found.replaced:
-        yield f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}"
+    kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
+    lines = [
+        f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}" if found.ranks else "",
+        f"changes {plural(sum(found.modules.values()), 'module')}: {_some(kinds, _MODULES)}" if found.ranks else "",
+        f"parameters: {_some(found.parameters, _NAMES)}" if found.parameters else "",
+        f"embeddings: {_some(found.embeddings, _NAMES)}" if found.embeddings else "",
+        f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}" if found.biases else "",
+        f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}" if found.replaced else "",
+    ]
     fitting = found.fitting
     if fitting is not None and fitting.problems:
-        yield f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}"
-        listed = fitting.problems[:rows]
-        yield from (f"  {problem}" for problem in listed)
-        if len(listed) < len(fitting.problems):
-            yield "  " + rest(len(fitting.problems) - len(listed), "problem")
+        lines.append(f"does not fit {fitting.base}: {plural(len(fitting.problems), 'problem')}")
+        lines += [f"  {problem}" for problem in fitting.problems[:rows]]
+        if rows is not None and len(fitting.problems) > rows:
+            lines.append(f"  {rest(len(fitting.problems) - rows, 'problem')}")
     elif fitting is not None:
         packed = f", {fitting.packed:,} of them packed" if fitting.packed else ""
-        yield f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
+        lines.append(
+            f"fits {fitting.base}: changes {fitting.changed:,} of its {plural(fitting.total, 'tensor')}{packed}"
+        )
+    return lines
 
 
 def _adapter_json(found: Found) -> dict[str, Any] | None:
-    """Return a summary as JSON values."""
     if found is None or isinstance(found, str):
         return None if found is None else {"merged": False, "why": found}
     keys = ("base_model_name_or_path", "modules_to_save")
     plain = {"merged": True, **found._asdict(), **{key: found.config.get(key) for key in keys}}
-    del plain["config"]
-    fitting = plain.pop("fitting")
-    if fitting is not None:
-        plain["base"] = {"fits": not fitting.problems, **fitting._asdict()}
+    del plain["config"], plain["fitting"]
+    if found.fitting is not None:
+        plain["base"] = {"fits": not found.fitting.problems, **found.fitting._asdict()}
     return plain
 
 
@@ -514,14 +505,10 @@ class Row(NamedTuple):
     nbytes: int  # of all tensors
 
 
-def _by_name(row: Row) -> Any:
-    return natural_key(row.name)
-
-
 # Sort keys; numbers in descending order.
 KEYS: dict[str, Callable[[Row], Any]] = {
-    "name": _by_name,
-    "dtype": lambda row: (row.dtype, _by_name(row)),
+    "name": lambda row: natural_key(row.name),
+    "dtype": lambda row: (row.dtype, natural_key(row.name)),
     "shape": lambda row: tuple(-dim for dim in row.shape or ()),
     "parameters": lambda row: -row.parameters,
     "size": lambda row: -row.nbytes,
@@ -555,10 +542,14 @@ def lines(
         for part in [line] if columns is None else wrap(clip(line, 4 * columns), columns, hanging="  "):
             yield part, ""
 
-    counts = [plural(len(sizes), "file")] if len(sizes) > 1 else []
-    counts += [info.format, plural(info.tensor_count, "tensor")]
-    counts += [quantity(info.parameters, "parameter")] if info.tensor_count else []
-    yield from wrapped(f"{title}: {', '.join([*counts, size(sum(sizes))])}")
+    counts = [
+        plural(len(sizes), "file") if len(sizes) > 1 else "",
+        info.format,
+        plural(info.tensor_count, "tensor"),
+        quantity(info.parameters, "parameter") if info.tensor_count else "",
+        size(sum(sizes)),
+    ]
+    yield from wrapped(f"{title}: {', '.join(filter(None, counts))}")
     if len(sizes) > 1:
         files = [printable(os.path.basename(file)) for file in info.files][:rows]
         for name, total in zip(shorten(files, None if columns is None else columns - 16), sizes, strict=False):
@@ -582,8 +573,7 @@ def lines(
     if info.metadata:
         yield from (("", ""), ("metadata", "head"))
         for key, value in info.metadata.items():
-            entry = printable(f"{key}: {_brief(value)}")
-            yield "  " + clip(entry, None if columns is None else columns - 2), ""
+            yield "  " + clip(printable(f"{key}: {_brief(value)}"), None if columns is None else columns - 2), ""
     if info.globals:
         yield from (("", ""), ("globals that the pickle references (nothing is imported or called)", "head"))
         for name, harmless in list(info.globals.items())[: None if columns is None else ROWS]:
@@ -591,24 +581,23 @@ def lines(
             yield f"  {shown}{'' if harmless else '  not on the allowlist, kept inert'}", ""
     if not totals:
         return
-    cells: list[tuple[str, ...]]
-    cells = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
-    if len(cells) > 1:
-        cells.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
+    sums = [(code, f"{n:,}", f"{count:,}", size(total)) for code, (n, count, total) in totals.items()]
+    if len(sums) > 1:
+        sums.append(("total", f"{len(infos):,}", f"{parameters:,}", size(nbytes)))
     yield "", ""
-    yield from _table(("dtype", "tensors", "elements", "size"), cells, 1, columns)
+    yield from _table(("dtype", "tensors", "elements", "size"), sums, 1, columns)
     yield "", ""
     listed = rows_of(infos, alone=alone, sort=None if tree else sort)
     if tree:
         listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
     first = listed[:rows]
     with paused(len(first)):
-        header: tuple[str, ...] = ("tensor", "dtype", "shape", "size")
-        cells = [(printable(row.name), row.dtype, _shape(row), size(row.nbytes)) for row in first]
-        if tree:
-            header = ("module", "dtype", "shape", "parameters", "size")
-            cells = [(*cell[:3], f"{row.parameters:,}", cell[3]) for row, cell in zip(first, cells, strict=True)]
-        table_lines = [*_table(header, cells, 3, columns)]
+        header = ("module", "dtype", "shape", "parameters", "size") if tree else ("tensor", "dtype", "shape", "size")
+        cells = [
+            (printable(row.name), row.dtype, _shape(row), *[f"{row.parameters:,}"] * tree, size(row.nbytes))
+            for row in first
+        ]
+        table_lines = _table(header, cells, 3, columns)
     yield from table_lines
     if len(first) < len(listed):
         hidden = len(listed) - len(first) if tree else len(infos) - sum(row.number for row in first)
@@ -617,12 +606,10 @@ def lines(
 
 def _table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: int, columns: int | None
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a table, of which the first ``left`` columns are text."""
+) -> list[tuple[str, str]]:
+    """Return the lines of a table, of which the first ``left`` columns are text, each with its colour or ""."""
     head, *body = table(header, rows, right=frozenset(range(left, len(header))), columns=columns)
-    yield head, "head"
-    for line in body:
-        yield line, ""
+    return [(head, "head"), *((line, "") for line in body)]
 
 
 def _shape(row: Row) -> str:
@@ -642,14 +629,13 @@ def rows_of(infos: Sequence[TensorInfo], *, alone: bool, sort: str | None) -> li
     """Return rows in file order, with equal layers in one row; if ``alone``, a row per tensor in natural order."""
     with paused(len(infos)):
         if alone:
-            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=_by_name)
+            rows = sorted((Row(i.name, i.dtype, i.shape, 1, i.size, i.nbytes) for i in infos), key=KEYS["name"])
         else:
-            rows = []
-            for name, first, number in families(
-                [info.name for info in infos], [(i.dtype, i.shape, i.nbytes) for i in infos]
-            ):
-                info = infos[first]
-                rows.append(Row(name, info.dtype, info.shape, number, number * info.size, number * info.nbytes))
+            kinds = [(i.dtype, i.shape, i.nbytes) for i in infos]
+            rows = [
+                Row(name, *infos[first][1:3], number, number * infos[first].size, number * infos[first].nbytes)
+                for name, first, number in families([i.name for i in infos], kinds)
+            ]
         return rows if sort is None else sorted(rows, key=KEYS[sort])
 
 

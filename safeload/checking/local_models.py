@@ -89,10 +89,10 @@ class LocalModels(Report, list[LocalModel]):
     def lines(self, columns: int | None = 80) -> list[str]:
         if not self:
             return ["no models found", *map(printable, self.notes)]
-        rows = []
-        for name, _, form, nbytes, path, note in self:
-            opens = printable(path) + (f" ({printable(note)})" if note else "")
-            rows.append((printable(name), form, size(nbytes), opens))
+        rows = [
+            (printable(name), form, size(nbytes), printable(f"{path} ({note})" if note else path))
+            for name, _, form, nbytes, path, note in self
+        ]
         lines = table(_HEAD, rows, right=frozenset((2,)), columns=columns)
         total = sum(model.nbytes for model in self)
         return [*lines, "", f"{plural(len(self), 'model')}, {size(total)}", *map(printable, self.notes)]
@@ -133,8 +133,7 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     failures: list[OSError] = []
     models = [*_of_hub(failures), *_of_ollama(failures)]
-    places = [*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)]
-    for path, source in places:
+    for path, source in (*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)):
         models += _of_folder(path, source, failures)
     return LocalModels(dict.fromkeys(models), sorted({one_line(error) for error in failures}))
 
@@ -204,9 +203,8 @@ def _sizes(paths: Iterable[str]) -> int:
 def _of_hub(failures: list[OSError]) -> Iterator[LocalModel]:
     """List the snapshots of the Hub's cache."""
     for name, repository in hub_cache.repositories(failures):
-        refs: dict[str, str] = {}
-        for ref, commit in sorted(repository.refs().items(), key=lambda item: item[0] != "main"):
-            refs.setdefault(commit, ref)
+        main_first = sorted(repository.refs().items(), key=lambda item: item[0] != "main")
+        refs = {commit: ref for ref, commit in reversed(main_first)}  # the first ref of a commit
         for commit in repository.commits():
             ref = refs.get(commit, commit)
             at = "" if ref == "main" else f"@{ref.replace('/', '%2F')}"
@@ -222,12 +220,9 @@ def _of_hub(failures: list[OSError]) -> Iterator[LocalModel]:
 
 
 def _of_ollama(failures: list[OSError]) -> Iterator[LocalModel]:
-    """List the manifests of ollama."""
-    places = ((folder, name) for folder in ollama.folders() for name in ollama.names_in(folder, failures))
-    first: dict[ollama.OllamaName, str] = {}
-    for folder, name in places:
-        first.setdefault(name, folder)
-    for name, folder in first.items():
+    """List the manifests of ollama; the first folder with a name counts."""
+    places = [(name, folder) for folder in ollama.folders() for name in ollama.names_in(folder, failures)]
+    for name, folder in dict(reversed(places)).items():
         title = name.url.partition("://")[2]
         try:
             model = ollama.read(folder, name)
@@ -245,11 +240,9 @@ def _lm_studio() -> list[str]:
     home = os.path.expanduser("~")
     pointer = _text(os.path.join(home, ".lmstudio-home-pointer")).strip()
     own = pointer if pointer and "\0" not in pointer else os.path.join(home, ".lmstudio")
-    try:
-        settings = json.loads(_text(os.path.join(own, "settings.json")))
-    except (ValueError, RecursionError):
-        settings = None
-    chosen = settings.get("downloadsFolder") if isinstance(settings, dict) else None
+    chosen = None
+    with suppress(ValueError, RecursionError, AttributeError):  # or it is no object
+        chosen = json.loads(_text(os.path.join(own, "settings.json"))).get("downloadsFolder")
     defaults = os.path.join(own, "models"), os.path.join(home, ".cache", "lm-studio", "models")
     folders = [chosen, *defaults] if isinstance(chosen, str) else defaults
     return [folder for folder in dict.fromkeys(folders) if "\0" not in folder and os.path.isdir(folder)]
@@ -273,8 +266,7 @@ def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[Loca
         inner = sorted(name for name in folders if name[:1] != ".")
         names = sorted(name for name in files if name[:1] != ".")
         left -= len(inner) + len(names)
-        depth = title.count("/") + 1 if title else 0
-        folders[:] = inner if left > 0 and depth < _LEVELS else ()
+        folders[:] = inner if left > 0 and title.count("/") + bool(title) < _LEVELS else ()
         try:
             status = os.stat(folder)
         except OSError as error:

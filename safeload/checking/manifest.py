@@ -15,13 +15,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..conversion import executors
 from ..conversion.catalog import Catalog, Given
-from ..conversion.executors import Executor, opened, pieces_of, run_pieces
+from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
 from ..core.jobs import native_order
 from ..core.json_file import read_json
@@ -47,24 +47,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def make(
-    given: Given,
-    *,
-    executor: Executor | None = None,
-    threads: int | None = None,
-    progress: Progress = None,
+    given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
 ) -> dict[str, Any]:
     """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
     check_threads(threads)
-    executors.check_executor(executor)
+    check_executor(executor)
     with Catalog.of(given) as catalog:
         sizes = catalog.sizes([*catalog])
         if executor is None:
             entries = _entries(catalog, sizes, threads, progress)
         else:
             pieces = pieces_of(sizes, catalog, operation="manifest")
-            rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("tensors", {})
-            entries = {name: rows[name] for name in sizes}
-        return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": entries}
+            entries = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("tensors", {})
+        return {MANIFEST_KEY: MANIFEST_VERSION, "tensors": {name: entries[name] for name in sizes}}
 
 
 def run(
@@ -80,17 +75,11 @@ def _entries(
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of tensors, given their sizes in bytes."""
     total = sum(sizes.values())
-    meter = Meter(progress, total)
-
-    def entry(name: str) -> dict[str, Any]:
-        row = _entry(catalog, name, meter)
-        debug("sha256 of %s: %s", name, row["sha256"])
-        return row
-
+    entry = partial(_entry, catalog, Meter(progress, total))
     return dict(zip(sizes, in_order(entry, sizes, thread_count(total, threads)), strict=True))
 
 
-def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
+def _entry(catalog: Catalog, meter: Meter, name: str) -> dict[str, Any]:
     digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
     packed = packed_of(file, index) if file is not None and file.table.quantized else None
     chunks: Iterator[memoryview]
@@ -107,6 +96,7 @@ def _entry(catalog: Catalog, name: str, meter: Meter) -> dict[str, Any]:
         digest.update(chunk)
         meter.add(len(chunk))
     entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    debug("sha256 of %s: %s", name, entry["sha256"])
     if packed is not None:  # default values are left out: a new field must not change existing digests
         settings = {key: value for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
         parts = {
@@ -163,8 +153,6 @@ def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[
             without_settings += 1
         elif entry.get(RESTORING) != current.get(RESTORING):
             yield find("manifest.changed:settings", name)
-    for name in now:
-        if name not in before:
-            yield find("manifest.unexpected", name)
+    yield from (find("manifest.unexpected", name) for name in now if name not in before)
     if without_settings:
         yield find("manifest.outdated", tensors=plural(without_settings, "quantized tensor"))

@@ -28,7 +28,6 @@ from ..conversion.catalog import Catalog
 from ..conversion.destinations import Output
 from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
-from ..core.checkpoint import Checkpoint
 from ..core.files import Located
 from ..core.memory import thread_count
 from ..core.names import pattern_of
@@ -187,11 +186,10 @@ def page_of(
                 sizes = {file.path: file.identity[0] for file in opened.weight_files}
     rows = [(os.path.basename(file), value, f"{sizes[file]:,}") for file, value in digests.items()]
     if sharded and rows:
-        title = _some(len(rows), _ROWS, "file", "files")
-        listed = table(title, ("file", "SHA-256", "bytes"), rows[:_ROWS], label="SHA-256 of each file", words=2)
-        parts.append(section("Files", listed))
+        title, header = _some(len(rows), _ROWS, "file", "files"), ("file", "SHA-256", "bytes")
+        parts.append(section("Files", table(title, header, rows[:_ROWS], label="SHA-256 of each file", words=2)))
+    # "calm": parts are unchecked.
     mood = "bad" if report.errors else "odd" if report.warnings else "calm" if report.notes else "good"
-    checked = f"checked: {report.checked}" if report.tensors else ""
     name = os.path.abspath(report.source) if local else report.source.rstrip("/")
     about = {"Path": report.source, "Date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(date))}
     if sizes:
@@ -200,9 +198,22 @@ def page_of(
     if digests:
         about["SHA-256"] = "see the table of files at the end" if sharded else next(iter(digests.values()))
     about["Written by"] = f"safeload {__version__}"
-    title, verdict, checked = map(escaped, (os.path.basename(name) or report.source, report.verdict, checked))
-    texts = {"title": title, "verdict": verdict, "checked": checked, "about": facts(about.items(), "meta")}
-    return _page(mood, **texts, sections="".join(parts)), report
+    folder = files(__package__)
+    style = re.sub(r"/\*.*?\*/", "", folder.joinpath("report.css").read_text("utf-8"), flags=re.DOTALL)
+    template = "".join(map(str.strip, folder.joinpath("report.html").read_text("utf-8").splitlines()))
+    page = Template(template).substitute(
+        mood=mood,
+        mark=_MARKS[mood],
+        version=__version__,
+        style=re.sub(r"\s+", " ", style).strip(),
+        generator=_GENERATOR,
+        title=escaped(os.path.basename(name) or report.source),
+        verdict=escaped(report.verdict),
+        checked=escaped(f"checked: {report.checked}") if report.tensors else "",
+        about=facts(about.items(), "meta"),
+        sections="".join(parts),
+    )
+    return f"<!doctype html>\n{page}\n", report
 
 
 def _now() -> int:
@@ -269,7 +280,7 @@ def _findings(report: CheckReport) -> str:
 
 
 def _sections(
-    opened: Checkpoint, report: CheckReport, scheme: SchemeName | None, threads: int | None, bars: Bars
+    opened: loading.Checkpoint, report: CheckReport, scheme: SchemeName | None, threads: int | None, bars: Bars
 ) -> Iterator[str]:
     """Yield the sections about an open checkpoint; ``scheme`` adds its quantization error."""
     infos = opened.tensors
@@ -321,20 +332,26 @@ def _some(count: int, limit: int, singular: str, plural: str) -> str:
     return total if count <= limit else f"the first {limit:,} of {total}"
 
 
-def _sizes(opened: Checkpoint) -> str:
-    """Return the memory that the checkpoint takes as each dtype and scheme."""
+def _sizes(opened: loading.Checkpoint) -> str:
+    """Return the section with the memory that the checkpoint takes as each dtype and scheme."""
     from .sizes import sizes
 
     loaded = sizes(opened)
+    rows = [("as stored", loaded.stored), *loaded.dtypes.items(), *loaded.smaller.items()]
+    drawn = [
+        (escape(name), 0 if k else "o", total, f"{total / max(1, loaded.stored):.2f}x")
+        for k, (name, total) in enumerate(rows)
+    ]
     note = f"{_SIZES} {_QUANTIZED}" if loaded.smaller else _SIZES
-    rows = [*loaded.dtypes.items(), *loaded.smaller.items()]
-    return section("Size when loaded", measures([("as stored", loaded.stored), *rows]), note=note) if rows else ""
+    return section("Size when loaded", _bars(drawn, "name"), note=note) if len(rows) > 1 else ""
 
 
 # ---- quantization error ----
 
 
-def _quantized(opened: Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars) -> str:
+def _quantized(
+    opened: loading.Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars
+) -> str:
     """Return the section on the errors of tensors that `load_quantized` quantizes, reading one at a time."""
     from ..conversion.quantization_error import COLUMNS, quantization_error
     from ..conversion.quantize import quantize
@@ -406,9 +423,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
 
 def section(title: str, *parts: str, note: str = "") -> str:
     """Return a section; empty if all its parts are empty."""
-    if not any(parts):
-        return ""
-    return f"<section><h2>{escape(title)}</h2>{soft(note)}{''.join(parts)}</section>"
+    return f"<section><h2>{escape(title)}</h2>{soft(note)}{''.join(parts)}</section>" if any(parts) else ""
 
 
 def soft(note: str) -> str:
@@ -435,15 +450,6 @@ def facts(pairs: Iterable[tuple[str, str]], kind: str) -> str:
 def is_page(head: bytes) -> bool:
     """Return True if a file with these first bytes is a report page."""
     return head.startswith(b"<!doctype html>") and _GENERATOR.encode() in head
-
-
-def _page(mood: str, **texts: str) -> str:
-    """Return the whole page; ``mood`` is "good", "calm" (parts are unchecked), "odd" or "bad"."""
-    folder = files(__package__)
-    style = re.sub(r"/\*.*?\*/", "", folder.joinpath("report.css").read_text("utf-8"), flags=re.DOTALL)
-    template = "".join(map(str.strip, folder.joinpath("report.html").read_text("utf-8").splitlines()))
-    texts |= {"mood": mood, "mark": _MARKS[mood], "version": __version__, "style": re.sub(r"\s+", " ", style).strip()}
-    return f"<!doctype html>\n{Template(template).substitute(texts, generator=_GENERATOR)}\n"
 
 
 # ---- groups of tensors ----
@@ -531,13 +537,6 @@ def bars_of(shown: ReportContent) -> str:
     return _bars([(*row, text) for row, text in zip(rows, texts, strict=True)], "name mono", _BARS_HEAD)
 
 
-def measures(rows: Sequence[tuple[str, int]]) -> str:
-    """Bar chart of sizes, each with its ratio to the first."""
-    first = max(1, rows[0][1])
-    drawn = [(escape(name), 0 if k else "o", total, f"{total / first:.2f}x") for k, (name, total) in enumerate(rows)]
-    return _bars(drawn, "name")
-
-
 def _bars(rows: Sequence[tuple[str, int | str, int, str]], kind: str, head: str = "") -> str:
     """Return a bar chart: HTML of the title, colour, bytes and a remark for each bar."""
     largest = max([1, *(total for _, _, total, _ in rows)])
@@ -581,12 +580,13 @@ def panels(tensors: Sequence[ReportRow], lines: Sequence[Line], *, log: bool) ->
     """Line charts of values over the layers with a legend, a chart per kind, all on one scale."""
     place = _places(tensors)
     groups = dict([*by_kind(row for row in tensors if row.layer in place).items()][:KINDS])
-    series: dict[str, list[list[tuple[int, float]]]] = {kind: [] for kind in groups}
-    for kind, rows in groups.items():
-        for _, _, value_of in lines:
-            values = [(place[row.layer], value_of(row)) for row in rows]
-            finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
-            series[kind].append(sorted((k, math.log10(value) if log else value) for k, value in finite))
+
+    def points_of(rows: Iterable[ReportRow], value_of: Callable[[ReportRow], float]) -> list[tuple[int, float]]:
+        values = [(place[row.layer], value_of(row)) for row in rows]
+        finite = [(k, value) for k, value in values if math.isfinite(value) and (value > 0 or not log)]
+        return sorted((k, math.log10(value) if log else value) for k, value in finite)
+
+    series = {kind: [points_of(rows, value_of) for _, _, value_of in lines] for kind, rows in groups.items()}
     every = [y for drawn in series.values() for points in drawn for _, y in points]
     if not every:
         return ""
@@ -630,7 +630,6 @@ def _plot(
     most: int,  # of the texts below, but the first and the last layer always have one
     caption: str = "",
 ) -> str:
-    """Return a chart over the layers."""
     rules = "".join(f'<path class="rule" d="M0 {_HEIGHT * (1 - at):.0f}H{len(place)}"/>' for at, _ in ticks)
     scale = "".join(f'<span style="bottom:{100 * at:.1f}%">{escaped(text)}</span>' for at, text in ticks)
     heading = f"<figcaption class=mono>{breakable(title)}</figcaption>" if title else ""
@@ -682,8 +681,7 @@ def _scale(low: float, high: float, *, log: bool) -> tuple[float, float, list[tu
     if log:  # values and ends are exponents of ten; ticks at 1, 10, 100 or, if fewer than two, at 1, 2, 5, 10
         at = [float(power) for power in _decades(bottom, top, 4)]
         if len(at) < 2:
-            fine = range(int(bottom // 1), math.ceil(top))
-            at = [power + math.log10(n) for power in fine for n in (1, 2, 5)]
+            at = [power + math.log10(n) for power in range(int(bottom // 1), math.ceil(top)) for n in (1, 2, 5)]
             at = [tick for tick in at if bottom <= tick <= top] or [(bottom + top) / 2]
         shown = [(tick, _power(int(tick)) if tick.is_integer() else f"{10**tick:.3g}") for tick in at]
     else:
@@ -701,9 +699,7 @@ def _decades(low: float, high: float, limit: int) -> list[int]:
 
 def _power(exponent: int) -> str:
     """Format a power of ten: "0.01", "10⁻⁶"."""
-    if -3 <= exponent <= 4:
-        return f"{10.0**exponent:g}"
-    return f"10{str(exponent).translate(_RAISED)}"
+    return f"{10.0**exponent:g}" if -3 <= exponent <= 4 else f"10{str(exponent).translate(_RAISED)}"
 
 
 def heat(tensors: Sequence[ReportRow]) -> str:
@@ -728,8 +724,9 @@ def heat(tensors: Sequence[ReportRow]) -> str:
             if (places := np.flatnonzero(levels == level)).size
         ]
         drawing = _svg(label, last - first, 1, "".join(cells), ' shape-rendering="crispEdges"')
-        name = f'<th scope="row" class="name mono">{breakable(names[kind])}</th>'
-        rows += f'<tr>{name}<td class="map">{drawing}</td></tr>'
+        rows += (
+            f'<tr><th scope="row" class="name mono">{breakable(names[kind])}</th><td class="map">{drawing}</td></tr>'
+        )
     begin, end = ((_LOWEST + k) * math.log10(2) for k in (first, last))
     ticks = [((k - begin) / (end - begin), _power(k)) for k in _decades(begin, end, 6)]
     axis = f'<tr class="axis"><td></td><td>{_axis(ticks)}</td></tr>'

@@ -92,13 +92,13 @@ def sizes(source: Given) -> Sizes:
                 if rules.drops(name):
                     continue
                 scheme = rules.plan(name, about).scheme
-                if scheme is not None:
+                if scheme is None:
+                    row = rules.kept_dtype(about, None)
+                    total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
+                else:
                     is_quantized = True
                     encoding = Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None))
                     total += number * encoding.nbytes
-                    continue
-                row = rules.kept_dtype(about, None)
-                total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
             if not is_quantized:
                 raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")
             return total
@@ -115,16 +115,14 @@ def sizes(source: Given) -> Sizes:
 
 def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     """Group tensors by shape and role, so that the rules need not decide about each of 100,000 expert weights."""
-    texts: list[str] = []
-    for entry in () if schema is None else schema.entries:
-        texts += (entry.name, *entry.also)
+    entries = () if schema is None else schema.entries
+    texts = [text for entry in entries for text in (entry.name, *entry.also)]
     # Unless a name in the schema contains a number other than the layer.
     alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
     groups: dict[tuple[Any, ...], list[TensorDescription]] = {}
     for name, about in catalog.descriptions([*catalog]).items():
-        text = NUMBER.sub("0", name) if alike else name
-        kind = text, about.dtype, about.shape, about.nbytes, about.scheme, about.axis
-        groups.setdefault(kind, []).append(about)
+        kind = NUMBER.sub("0", name) if alike else name
+        groups.setdefault((kind, *about[1:4], about.scheme, about.axis), []).append(about)
     return [_Kind(abouts[0].name, abouts[0], len(abouts)) for abouts in groups.values()]
 
 

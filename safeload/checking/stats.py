@@ -156,12 +156,9 @@ def lines_of(
     cells: list[tuple[str, ...]] = [_WIDE_HEAD if wide else _HEAD]
     for name, s in rows:
         low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
-        if wide:
-            counts = [f"{count:,}" if count else "" for count in (s.zeros, s.nan, s.inf)]
-            kind = s.dtype, str(list(s.shape))
-            cells.append((printable(name), *kind, low, high, _number(s.absmax), mean, std, *counts))
-        else:
-            cells.append((printable(name), low, high, mean, std, f"{s.nan + s.inf:,}" if s.nan + s.inf else ""))
+        counts = [f"{count:,}" if count else "" for count in ((s.zeros, s.nan, s.inf) if wide else (s.nan + s.inf,))]
+        kind = (s.dtype, str(list(s.shape))) if wide else ()
+        cells.append((printable(name), *kind, low, high, *[_number(s.absmax)] * wide, mean, std, *counts))
     right = frozenset(range(3 if wide else 1, len(cells[0])))
     head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
     result = [(head, "head")]
@@ -275,16 +272,14 @@ def stats(
         with Catalog.of(x, storage_options) as catalog:
             chosen = catalog.choose(names, only, drop)
             catalog.refuse_codes(chosen, "stats")
-            measured = measure(
-                catalog, chosen, histogram=histogram, executor=executor, threads=threads, progress=progress
+            return StatsTable(
+                measure(catalog, chosen, histogram=histogram, executor=executor, threads=threads, progress=progress)
             )
-            return StatsTable(measured)
     if not (names is only is drop is None):
         raise ValueError("names=, only= and drop= require a checkpoint or a dict")
     if executor is not None:
         raise in_memory("an array is", EXECUTOR)
-    source = _reals("", x, threads)
-    if source is not None:
+    if (source := _reals("", x, threads)) is not None:
         return _measure({"": source}, [about_value("", x)], histogram, threads, progress)[""]
     if isinstance(x, QuantizedTensor):
         raise UnsupportedError(f"cannot dequantize {x.scheme}: no kernel supports it")
@@ -317,8 +312,7 @@ def measure(
         ready = {name: source for name, source in in_place.items() if source and source.row.converts_to(_F32)}
         done = _measure(ready, map(catalog.about, ready), histogram, threads, progress)
     for name in (name for name, source in in_place.items() if source is None):  # apart: each needs a copy
-        source = _reals(name, catalog.value(name, threads), threads)
-        if source is not None:
+        if (source := _reals(name, catalog.value(name, threads), threads)) is not None:
             done |= _measure({name: source}, [catalog.about(name)], histogram, threads, None)
     return {name: done[name] for name in names if name in done}
 
@@ -337,9 +331,8 @@ def _measure_plain(
         def origin(row: int) -> Origin:
             return Origin(tensors.names[rows[row]], shapes[rows[row]])
 
-        part = spans.pick(rows)
-        with reporter(progress, int(part.sizes.sum())) as report:
-            jobs.run_columns(part, places[rows], report=report, op=op, origin=origin, threads=threads)
+        with reporter(progress, int(spans.sizes.sum())) as report:  # other tensors are empty
+            jobs.run_columns(spans.pick(rows), places[rows], report=report, op=op, origin=origin, threads=threads)
 
     codes = [dtypes.BY_NUMBER[number].code for number in columns.numbers]
     heads = [*zip(codes, shapes, spans.sizes.tolist(), strict=True)]
@@ -416,11 +409,9 @@ def _measure(
     """Compute the statistics of all sources in a single run."""
 
     def run(op: int, places: Array, rows: Array) -> None:
-        batch = jobs.Batch()
         with paused(len(parts)):
-            for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True):
-                batch.jobs.append(parts[row].work(op, place))
-        batch.run(threads=threads, progress=progress)
+            work = [parts[row].work(op, place) for row, place in zip(rows.tolist(), places[rows].tolist(), strict=True)]
+        jobs.Batch(work).run(threads=threads, progress=progress)
 
     parts, heads = [*sources.values()], []
     for about in abouts:
@@ -453,8 +444,8 @@ def _statistics(
     first = (places + bins * _WORD).astype(np.uint64)
     records = segments.astype(np.uint64)
     short.sl_stats_merge(*map(address, (first, records)), len(counts), address(merged))
-    nan, inf, low, high = (merged[field] for field in ("nan", "infinite", "min", "max"))
-    finite, power = merged["finite"], merged["exponent"].astype(np.intc)
+    nan, inf, low, high, finite = (merged[field] for field in ("nan", "infinite", "min", "max", "finite"))
+    power = merged["exponent"].astype(np.intc)
     with np.errstate(all="ignore"):
         absmax = np.where(-low > high, -low, high)
         # Rounding can push the mean past min or max, and the deviation past absmax.
@@ -468,10 +459,8 @@ def _statistics(
         for row in np.flatnonzero(finite == 0).tolist():
             for column in measures:
                 column[row] = math.nan  # a single object, so that equal statistics compare equal
-        whole = np.isin(numbers, _WHOLE_NUMBERS) & (finite > 0)
-        for row in np.flatnonzero(whole).tolist():
-            exact = _of_integers(merged[row], numbers[row] == _U64)
-            for column, number in zip(measures, exact, strict=True):
+        for row in np.flatnonzero(np.isin(numbers, _WHOLE_NUMBERS) & (finite > 0)).tolist():
+            for column, number in zip(measures, _of_integers(merged[row], numbers[row] == _U64), strict=True):
                 column[row] = number
         columns = [
             *([dtype for dtype, _, _ in heads], shapes, (finite + nan + inf).tolist(), *measures),

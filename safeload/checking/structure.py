@@ -111,8 +111,7 @@ def quantized_parts(
     if not names:
         return Quantized()
     modules = frozenset(map(module_of, names)) - {""}
-    inside = [name for name in tensors if module_of(name) in modules]
-    names |= {name for name in inside if name.endswith(".weight") or _is_part(name)}
+    names |= {name for name in tensors if module_of(name) in modules and (name.endswith(".weight") or _is_part(name))}
     label = "codes with separate scales" if quantization is None else str(quantization)
     return Quantized(label, frozenset(names), modules, quantization is not None)
 
@@ -124,8 +123,7 @@ def module_of(name: str) -> str:
 
 
 def _is_part(name: str) -> bool:
-    last = name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")
-    return _PART.fullmatch(last) is not None
+    return _PART.fullmatch(name.removeprefix(module_of(name)).removeprefix(".weight.").removeprefix(".")) is not None
 
 
 # ---- without a schema ----
@@ -137,9 +135,8 @@ def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
         count = max(layers) + 1
-        for layer in sorted(layers):
-            if layer >= _FAR and layer >= _FAR * len(layers):
-                yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
+        for layer in sorted(layer for layer in layers if layer >= _FAR * len(layers)):
+            yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
         if count <= 2 * len(layers):
             for layer in sorted(set(range(count)) - layers.keys()):
                 yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
@@ -486,9 +483,7 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
     required += [_MERGES] if model == "gpt2" else []
-    for key in required:
-        if key not in metadata:
-            yield key, find("gguf.key", key=key)
+    yield from ((key, find("gguf.key", key=key)) for key in required if key not in metadata)
     types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
     types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
     for key, kinds in types.items():
@@ -514,5 +509,4 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
     if kind == rows.NUMBERS:
         return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
-    types: dict[str, type] = {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}
-    return type(value) is types[kind]
+    return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import chain, count, groupby, pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from ..formats.folder import INDEX, SINGLE, parse_index
 from ..formats.numbered import PART
 from ..remote import url as urls
 from .edit_journal import Locked, recover, remove, replace_header
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LENGTH = 8
 # Folders of the Hub's cache, in which one file can belong to several snapshots.
@@ -104,7 +101,6 @@ class Edit(ABC):
         ['w', 'bias']
     """
 
-    path: str
     metadata: MutableMapping[str, Any]
 
     _stack: ExitStack  # closes the files
@@ -180,7 +176,7 @@ class Edit(ABC):
     def _write(self) -> None:
         """Write the changes."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Edit:
         return self
 
     @public
@@ -233,8 +229,7 @@ class SafetensorsEdit(Edit):
         return iter([name for name, _ in self._in_order()])
 
     def _in_order(self) -> list[tuple[str, _Stored | TensorToWrite]]:
-        items = sorted(self._tensors.items(), key=lambda item: item[1][0])
-        return [(name, tensor) for name, (_place, tensor) in items]
+        return [(name, tensor) for name, (_place, tensor) in sorted(self._tensors.items(), key=lambda item: item[1][0])]
 
     def _check(self, name: str, *, new: bool = False) -> None:
         super()._check(name, new=new)
@@ -246,13 +241,11 @@ class SafetensorsEdit(Edit):
         value = value_of(name, array, self._keep)
         if isinstance(value, QUANTIZED):
             raise error_about(UnsupportedError, "is quantized; convert the file to add it", tensor=name)
-        tensor = source_of(name, value)
         place = self._tensors[name][0] if name in self else next(self._places)
-        self._tensors[name] = place, tensor
+        self._tensors[name] = place, source_of(name, value)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for _place, tensor in self._tensors.values())
 
     @property
@@ -306,23 +299,21 @@ class SafetensorsEdit(Edit):
             for kind, group in groupby(ordered, type):
                 if kind is _Stored:
                     file.copy(self._file.fileno(), ((stored.begin, stored.nbytes) for stored in group))
-                    continue
-                write_pieces(file, chain.from_iterable(tensor.pieces() for tensor in group))
+                else:
+                    write_pieces(file, chain.from_iterable(tensor.pieces() for tensor in group))
             self._file.finish_reading()
 
 
 def _parts_of(metadata: Mapping[str, str]) -> set[str]:
     """Return the names of the tensors that quantized tensors consist of."""
-    parts: set[str] = set()
-    if KEY not in metadata:
-        return parts
     try:
-        described = json.loads(metadata[KEY])
-        for name, entry in described.items():
-            parts |= {name, name + SCALE_SUFFIX, name + CODES_SUFFIX, *(entry.get("parts") or {}).values()}
+        return {
+            part
+            for name, entry in json.loads(metadata.get(KEY, "{}")).items()
+            for part in (name, name + SCALE_SUFFIX, name + CODES_SUFFIX, *(entry.get("parts") or {}).values())
+        }
     except (ValueError, RecursionError, AttributeError, TypeError):
         raise UnsupportedError(f"the metadata {KEY} cannot be understood, so the file cannot be edited") from None
-    return parts
 
 
 class GgufEdit(Edit):
@@ -409,7 +400,12 @@ class _FolderEdit(Edit):
             # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
             index = None
             if replaced:
-                text = self._new_index(names)
+                content = dict(self._content)
+                content["weight_map"] = {name: names.get(file, file) for name, file in self._tensors.items()}
+                if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
+                    total = sum(shard.nbytes for shard in self._shards.values())
+                    content["metadata"] = {**content["metadata"], "total_size": total}
+                text = (json.dumps(content, indent=2) + "\n").encode()
                 index = stack.enter_context(AtomicFile(self._real, len(text)))
                 with index.stream() as stream:
                     stream.write(text)
@@ -431,15 +427,6 @@ class _FolderEdit(Edit):
                 index.temporary = None  # it is in place
         if finished and replaced:
             remove_killed(Sink(LOCAL, folder))
-
-    def _new_index(self, names: dict[str, str]) -> bytes:
-        """Return the index with the new names of shards."""
-        content = dict(self._content)
-        content["weight_map"] = {name: names.get(file, file) for name, file in self._tensors.items()}
-        if isinstance(content.get("metadata"), dict) and "total_size" in content["metadata"]:
-            total = sum(shard.nbytes for shard in self._shards.values())
-            content["metadata"] = {**content["metadata"], "total_size": total}
-        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 @public

@@ -146,7 +146,6 @@ class Locked(io.FileIO):
             self.close()
 
     def head(self, size: int) -> bytes:
-        """Return the first bytes of the file."""
         content = b""
         self.seek(0)
         while len(content) < size:
@@ -200,20 +199,16 @@ def recover(file: Locked) -> str:
         journal = _read(file.path)
     except FileNotFoundError:
         return "nothing"
-    done = "old"
     old, new_digest = journal or (b"", "")
     present = file.head(len(old))
-    if _digest(present) == new_digest:
-        done = "new"
-    elif present != old:
+    is_new = _digest(present) == new_digest
+    if not is_new and present != old:
         # The first bytes of an interrupted edit, in which a write may have been cut.
         size, begin = len(BROKEN), present[: len(BROKEN)]
         cuts = range(1, size + 1)
         if not any(begin in (BROKEN[:k] + old[k:size], old[: size - k] + BROKEN[size - k :]) for k in cuts):
-            text = (
-                f"another program has changed the file since its edit was interrupted: remove {journal_of(file.path)}"
-            )
-            raise FormatError(text, file.path)
+            text = "another program has changed the file since its edit was interrupted: remove"
+            raise FormatError(f"{text} {journal_of(file.path)}", file.path)
         file.overwrite_header(b"", old, durable=True)
     remove(file.path)
-    return done
+    return "new" if is_new else "old"

@@ -139,21 +139,19 @@ def make_patch(
         header = changed.header or _header_of(changed.tensors, None)
         tensors[_HEADER] = _in_memory(source_of(_HEADER, np.frombuffer(header.rstrip(b" "), np.uint8)))
         total = len(header) + sum(tensor.nbytes for tensor in changed.tensors.values())
-        exact = not isinstance(new, Mapping)
-        facts = _Facts(_VERSION, report.base, report.result, len(header), total, "", exact)
-        facts = facts._replace(digest=_own_digest(tensors, facts))
+        facts = _Facts(_VERSION, report.base, report.result, len(header), total, "", not isinstance(new, Mapping))
         texts = {
             "sparse": "True",
             "sparsity": f"{1 - report.changed / max(1, report.elements):.6f}",
             "changed_params": str(report.changed),
             **texts,
-            _KEY: json.dumps(facts._asdict()),
+            _KEY: json.dumps({**facts._asdict(), "digest": _own_digest(tensors, facts)}),
         }
         # The writer reads the bytes of a tensor when its turn comes.
-        stored = {}
-        for name, tensor in tensors.items():
-            lazy = Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole)
-            stored[name] = TensorToWrite(tensor.row, tensor.shape, tensor.nbytes, lazy)
+        stored = {
+            name: TensorToWrite(*tensor[:3], Lazy(np.dtype(np.uint8), (tensor.nbytes,), tensor.whole))
+            for name, tensor in tensors.items()
+        }
         target.write(stored, texts, room=0)
     return report
 
@@ -231,8 +229,7 @@ def apply_patch(
         if isinstance(base, Mapping):
             _change_arrays(base, old.tensors, result)
         if target is not None:
-            expected = facts.result if check and facts is not None else None
-            _write(target, header, result, old.file, expected=expected, patch=delta.place)
+            _write(target, header, result, old.file, facts=facts if check else None, patch=delta.place)
     return None if facts is None else facts.result
 
 
@@ -275,7 +272,6 @@ class _Tensor(NamedTuple):
         return other is not None and (self.row.number, self.shape) == (other.row.number, other.shape)
 
     def whole(self) -> Array:
-        """Return all bytes."""
         return _joined([*self.chunks()])
 
     def array(self) -> Array:
@@ -311,22 +307,20 @@ def _side_of(value: Any, place: str | None, storage_options: Mapping[str, Any] |
     """Open a side: a dict, which messages call ``place``, or a safetensors file; None refuses a dict."""
     if place is not None and isinstance(value, Mapping):
         keep: list[Any] = []  # lives until the block ends
-        sources = {check_name(name): source_of(name, value_of(name, array, keep)) for name, array in value.items()}
-        yield _Side(place, {name: _in_memory(source) for name, source in sources.items()})
+        sources = ((check_name(name), source_of(name, value_of(name, array, keep))) for name, array in value.items())
+        yield _Side(place, {name: _in_memory(source) for name, source in sources})
         return
     (path,), files = places_of((value,), storage_options)
     if not files.remote and os.path.isdir(path):
         raise UnsupportedError(f"{path} is a folder: patches are made and applied file by file")
     with closing(open_file(path, OpenRequest((SAFETENSORS,), files=files)).file) as file:
         header = bytes(file.read_at(0, _LENGTH + int.from_bytes(file.read_at(0, _LENGTH), "little")))
-        tensors = _tensors_of(file.table, file.read_at)
-        yield _Side(files.shown(path), tensors, header, file.table.metadata() or {}, file)
+        yield _Side(files.shown(path), _tensors_of(file.table, file.read_at), header, file.table.metadata() or {}, file)
 
 
 def _tensors_of(table: Table, read_at: Callable[[int, int], Any]) -> dict[str, _Tensor]:
     def chunks(begin: int, end: int) -> Iterator[Array]:
-        for at in range(begin, end, _CHUNK):
-            yield np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8)
+        return (np.frombuffer(read_at(at, min(_CHUNK, end - at)), np.uint8) for at in range(begin, end, _CHUNK))
 
     rows = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
     return {
@@ -393,28 +387,29 @@ def _own_digest(tensors: Mapping[str, _Tensor], facts: _Facts) -> str:
 def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple[dict[str, _Tensor], PatchReport]:
     """Compare two sides, tensor by tensor, and return the tensors of the patch."""
     tensors: dict[str, _Tensor] = {}
-    lines = [tensor.line(name) for name, tensor in old.items() if not _is_compared(tensor, new.get(name))]
+    # Single elements can change if both sides have the tensor, and elements are whole bytes.
+    compared = {name for name, tensor in new.items() if tensor.is_like(old.get(name)) and not tensor.row.packed}
+    lines = [tensor.line(name) for name, tensor in old.items() if name not in compared]
     new_lines, changed = [], 0
     for name, tensor in new.items():
-        before, count = old.get(name), tensor.elements
-        if before is None or not _is_compared(before, tensor):
+        count = tensor.elements
+        if name not in compared:
             new_lines.append(tensor.line(name))
         else:
-            digests, positions, values = _compare(before, tensor)
-            lines.append(before.line(name, digests[0]))
+            digests, positions, values = _compare(old[name], tensor)
+            lines.append(old[name].line(name, digests[0]))
             new_lines.append(tensor.line(name, digests[1]))
             width = np.int32 if tensor.elements <= _MAX_INT32 else np.int64
             count = sum(map(len, values))
             if not count:
                 continue
             if count * (np.dtype(width).itemsize + tensor.dtype.itemsize) < tensor.nbytes:
-                indices = np.concatenate(positions).astype(width)
-                tensors[name + _INDICES] = _in_memory(source_of(name, indices))
+                tensors[name + _INDICES] = _in_memory(source_of(name, np.concatenate(positions).astype(width)))
                 joined = np.concatenate(values)
                 tensors[name + _VALUES] = _in_memory(TensorToWrite(tensor.row, (count,), joined.nbytes, joined))
         tensors.setdefault(name + _VALUES, tensor)
         changed += count
-    report = PatchReport(
+    return tensors, PatchReport(
         changed,
         sum(tensor.elements for tensor in new.values()),
         sum(name.endswith(_VALUES) for name in tensors),
@@ -422,12 +417,6 @@ def _difference(old: Mapping[str, _Tensor], new: Mapping[str, _Tensor]) -> tuple
         _digest_of(lines),
         _digest_of(new_lines),
     )
-    return tensors, report
-
-
-def _is_compared(before: _Tensor, after: _Tensor | None) -> bool:
-    """Return True if single elements can change: both sides have the tensor, and elements are whole bytes."""
-    return before.is_like(after) and not before.row.packed
 
 
 def _compare(before: _Tensor, after: _Tensor) -> tuple[tuple[Any, Any], list[Array], list[Array]]:
@@ -478,10 +467,8 @@ def _result_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, 
 
     header, layout = _head_of(base, patch, facts)
     result = {}
-    for name in patch.tensors:
+    for name in filter(_HEADER.__ne__, patch.tensors):
         stem, dot, suffix = name.rpartition(".")
-        if name == _HEADER:
-            continue
         if dot + suffix not in (_INDICES, _VALUES):
             raise fault(name, "belongs to no tensor of a patch")
         if stem not in layout:
@@ -517,10 +504,10 @@ def _head_of(base: _Side, patch: _Side, facts: _Facts | None) -> tuple[bytes, Ma
     stored = patch.tensors.get(_HEADER)
     if stored is None or stored.row.code != "U8":
         raise FormatError(f"the patch has no {_HEADER}", patch.place)
-    if not 8 <= stored.nbytes <= facts.header <= MAX_HEADER + 8:
+    if not _LENGTH <= stored.nbytes <= facts.header <= MAX_HEADER + _LENGTH:
         text = f"the patch says that the header has {facts.header} bytes, but has {stored.nbytes}"
         raise FormatError(text, patch.place)
-    header = stored.whole().tobytes() + b" " * (facts.header - stored.nbytes)
+    header = stored.whole().tobytes().ljust(facts.header)
     if not facts.header <= facts.size < 1 << 63:
         raise FormatError(f"the patch says that the result has {facts.size} bytes", patch.place)
     table = parse_head(header, facts.size, patch.place)
@@ -565,7 +552,7 @@ def _write(
     tensors: Mapping[str, _Tensor],
     base: WeightFile | None,
     *,
-    expected: str | None,  # digest
+    facts: _Facts | None,  # has the expected digest
     patch: str,
 ) -> None:
     """Write the result, and compare it with its digest before it is put in place."""
@@ -577,10 +564,10 @@ def _write(
                 digest = hashlib.sha256()
                 for chunk in tensor.chunks():
                     file.write([(address_of(chunk), chunk.size)])
-                    if expected is not None:
+                    if facts is not None:
                         digest.update(chunk.data)
                 lines.append(tensor.line(name, digest))
-            if expected is not None and _digest_of(lines) != expected:
+            if facts is not None and _digest_of(lines) != facts.result:
                 raise FormatError("the result does not have its digest", patch)
             if os.name == "nt" and base is not None:
                 base.close()  # Windows does not replace open files
