@@ -203,7 +203,6 @@ def _number(field: bytes, label: str, path: str, at: int) -> int:
 
 
 def _name(block: bytes, pax: Mapping[bytes, bytes], long_name: bytes | None, path: str, at: int) -> str:
-    """Return the name of a member."""
     if _PATH in pax and long_name is not None:
         raise FormatError("a tar member has a name of pax and a name of GNU tar: readers disagree", path, at)
     name = pax.get(_PATH, long_name)
@@ -252,8 +251,7 @@ def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
     for name, entry in archive.entries.items():
         if not name.lower().endswith(_SUFFIX):
             continue
-        fault = _name_fault(name)
-        if fault is not None:
+        if (fault := _name_fault(name)) is not None:
             raise FormatError(f"the name of the zip entry {show(name)} {fault}", file.path, max(0, entry.at))
         if entry.method != STORED:
             text = f"zip entry {show(name)} is compressed: extract it with unzip, and open the result"
@@ -325,8 +323,7 @@ class MemberFiles(Files):
         return f"{folder}/{name}" if folder else name
 
     def split(self, path: str) -> tuple[str, str]:
-        folder, _, name = path.rpartition("/")
-        return folder, name
+        return path.rpartition("/")[::2]
 
     def shown(self, path: str) -> str:
         return f"{self._path}/{path}" if path else self._path
@@ -352,8 +349,7 @@ def open_members(
     """
     files = MemberFiles(container.store, container.path, members)
     path, request = _choose(container, files, request._replace(files=files), kind)
-    is_folder = files.is_folder(path)
-    opened = open_folder(path, request) if is_folder else open_parts(open_file(path, request), request)
+    opened = open_folder(path, request) if files.is_folder(path) else open_parts(open_file(path, request), request)
     return _onto(container, opened, path)
 
 

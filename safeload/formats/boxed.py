@@ -143,8 +143,7 @@ def checked(
     if len(distinct) > 1:
         begins, lengths = (np.array(column, np.int64) for column in zip(*distinct, strict=True))
         text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-        clash = _overlapping(begins, begins + lengths, partial(error, LimitError, text))
-        if clash is not None:
+        if (clash := _overlapping(begins, begins + lengths, partial(error, LimitError, text))) is not None:
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
             raise error(FormatError, text)
@@ -251,7 +250,6 @@ class AssembledStore(RemoteStore):
         return max(0, bisect_right(self._places, begin) - 1)
 
     def read_box(self, begin: int, low: Sequence[int], target: Array) -> None:
-        """Read a box of a tensor."""
         self.check_open()
         self._read_box(self._tensors[self._index_at(begin)], (*low, 0), target)
 
@@ -274,7 +272,6 @@ class AssembledStore(RemoteStore):
                 raise
 
     def _read_part(self, tensor: BoxedTensor, box: Box, first: tuple[int, ...], target: Array) -> None:
-        """Read a part of a box."""
         sizes = *box.sizes, tensor.shape[-1]
         stored = box.stored or self._located.get(id(box))
         if stored is None:
@@ -316,8 +313,7 @@ def _divided(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tup
         while axis and index[axis] == 0 and begin + strides[axis - 1] <= end:
             axis -= 1
         count = min(shape[axis] - index[axis], (end - begin) // strides[axis])
-        sizes = (*(1,) * axis, count, *shape[axis + 1 :])
-        yield index, sizes
+        yield index, (*(1,) * axis, count, *shape[axis + 1 :])
         begin += count * strides[axis]
 
 
@@ -433,7 +429,6 @@ class DataFolder(ExitStack):
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the files in it."""
         return [name for name, is_folder in self.files.listing(self.path) if not is_folder]
 
     def join(self, name: str) -> str:
@@ -449,8 +444,7 @@ class DataFolder(ExitStack):
         try:
             return self.files.open(self.join(name))
         except FileNotFoundError as error:
-            text = f"No such file or directory: {error.filename}; {self.needed}"
-            raise missing_file(error.filename, text) from None
+            raise missing_file(error.filename, f"No such file or directory: {error.filename}; {self.needed}") from None
 
     def error(self, kind: type[_Error], text: str, tensor: str | None = None) -> _Error:
         """Return an error about the checkpoint, or about a tensor of it."""

@@ -39,6 +39,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -80,9 +81,8 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 
 
 def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
-    file, files, description = data.file, data.files, Description()
-    alone = files.split(file.place)[1] == DCP_METADATA
-    ranks = [] if alone else in_order(DCP_RANK, data.names, 1)
+    file, files, description = data.file, data.files, Description(data.named_globals)
+    ranks = [] if files.split(file.place)[1] == DCP_METADATA else in_order(DCP_RANK, data.names, 1)
     if not ranks:
         description.add(file, request.inert)
     for rank in ranks:
@@ -103,7 +103,6 @@ def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
             raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
     metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
-    data.named_globals = description.named_globals
     more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
     flat = [f"{show(name)}{more}, which Megatron stores flattened, not in the model's shape" for name in left_out]
     notes = [f"left out: {text}" for text in flat[:1]]
@@ -140,10 +139,8 @@ class _Values(Mapping[str, Any]):
     def __init__(
         self, paths: Mapping[str, tuple[Any, ...]], read: Callable[[str], Any], root: str | None, path: str
     ) -> None:
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        for name, steps in paths.items():
-            steps = steps if root is None else steps[depth_of(steps, root) :]
-            self._paths[name] = (str(steps[0]), *steps[1:])
+        below = [steps if root is None else steps[depth_of(steps, root) :] for steps in paths.values()]
+        self._paths = {name: (str(steps[0]), *steps[1:]) for name, steps in zip(paths, below, strict=True)}
         self._keys = list(dict.fromkeys(steps[0] for steps in self._paths.values()))
         self._read = read
         self._path = path
@@ -216,7 +213,6 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
 _MODULE = "torch.distributed.checkpoint.metadata."
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
 _PLANNER = "torch.distributed.checkpoint.planner."
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 METADATA, TENSOR, BYTES = "Metadata", "TensorStorageMetadata", "BytesStorageMetadata"
 CHUNK, PROPERTIES, INDEX = "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"
 STORAGE_INFO = "_StorageInfo"
@@ -224,14 +220,12 @@ STORAGE_INFO = "_StorageInfo"
 MARK = b"torch.distributed.checkpoint.metadata"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Record(Built):
     """An object of a dataclass: the name of its class and the state that the pickle sets."""
 
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.state: Any = {}
+    kind: str
+    state: Any = field(default_factory=dict)
 
     def build(self, state: Any) -> None:
         if type(state) not in (dict, tuple):
@@ -267,7 +261,7 @@ RECORDS: dict[str, Global] = {
         *(_record(kind, _MODULE + kind) for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, "StorageMeta")),
         _record(PROPERTIES, _OLD_MODULE + PROPERTIES),
         _record(STORAGE_INFO, "torch.distributed.checkpoint.filesystem._StorageInfo"),
-        _record(METADATA, _MCORE),
+        _record(METADATA, "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"),
         *(_record(kind, _PLANNER + kind) for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
         _record("_StoragePrefix", "torch.distributed.checkpoint.filesystem._StoragePrefix"),
         Global(_PLANNER + "WriteItemType", VALUE, _number),
@@ -296,7 +290,6 @@ class DcpChunk(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
         return prod(self.shape) * itemsize_of(self.row)
 
     def fault(self, text: str, path: str, offset: int | None = None) -> FormatError:
@@ -305,8 +298,7 @@ class DcpChunk(NamedTuple):
 
     def check_place(self, store: ByteStore, path: str) -> None:
         """Check that the bytes lie inside their file, and refuse transforms other than zstd, or without its package."""
-        end = self.offset + self.length
-        if end > store.size:
+        if (end := self.offset + self.length) > store.size:
             text = f": bytes [{self.offset:,}, {end:,}) lie outside the file, which has {store.size:,}; is it cut off?"
             raise self.fault(text, path, min(self.offset, store.size))
         for text in self.transforms:
@@ -320,8 +312,7 @@ class DcpChunk(NamedTuple):
 
     def check(self, table: Table, index: int, path: str, offset: int | None) -> None:
         """Check that a stored tensor is the chunk that the metadata describes."""
-        unknown = table.unknown.get(table.names[index])
-        if unknown is not None:
+        if (unknown := table.unknown.get(table.names[index])) is not None:
             raise error_about(UnsupportedError, f": {unknown.label} {unknown.reason}", path=path, tensor=self.name)
         row, shape, expected = table.row(index), table.shape(index), logical_shape(self.row, self.shape)
         if (row, shape) != (self.row, expected):
@@ -345,12 +336,12 @@ class TensorRecord(NamedTuple):
 class Description:
     """The content of one or several metadata files."""
 
-    def __init__(self) -> None:
+    def __init__(self, named_globals: dict[str, bool]) -> None:
         self.tensors: dict[str, TensorRecord] = {}
         self.values: dict[str, DcpChunk] = {}  # other values by name
         self.paths: dict[str, tuple[Any, ...]] = {}  # path of each name in the nested state dict
         self.reformulated: list[str] = []  # names of tensors that Megatron stores in another shape
-        self.named_globals: dict[str, bool] = {}
+        self.named_globals = named_globals
         self._path, self._free = "", 0  # of the file that is read, and the chunks that its pickle can still hold
 
     def add(self, file: WeightFile, inert: bool) -> None:
@@ -421,9 +412,8 @@ class Description:
             raise self._fault(name, f"its properties have no dtype of torch, got {describe(dtype)}")
         row = dtypes.BY_CODE[dtype.code or STAND_INS[dtype.itemsize].code]  # type: ignore[index]
         shape = self._integers(fields.get("size"), "the size", name)
-        unknown = None
-        if dtype.code is None:
-            unknown = Unknown(dtype.name.removeprefix("torch."), shape, "cannot be represented by an array")
+        label = dtype.name.removeprefix("torch.")
+        unknown = None if dtype.code else Unknown(label, shape, "cannot be represented by an array")
         chunks = fields.get("chunks")
         if not isinstance(chunks, (list, tuple)):
             raise self._fault(name, f"chunks must be a list, got {describe(chunks)}")
@@ -439,8 +429,7 @@ class Description:
             about = self._fields(chunk, CHUNK, name)
             offsets = self._integers(about.get("offsets"), "the offsets of a chunk", name)
             sizes = self._integers(about.get("sizes"), "the sizes of a chunk", name)
-            place = places.get((name, offsets))
-            if place is not None:
+            if (place := places.get((name, offsets))) is not None:
                 record.chunks.append((offsets, place._replace(row=row, shape=sizes)))
             elif 0 not in sizes:
                 raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
@@ -488,14 +477,11 @@ class DataFiles(DataFolder):
 
     def table_at(self, name: str, offset: int) -> Table:
         """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""
-        table = self._parts.get((name, offset))
-        if table is None:
-            store = self.stores[name]
-            path = self.path_of(name)
+        if (name, offset) not in self._parts:
+            store, path = self.stores[name], self.path_of(name)
             with _within(path, StoreWindow(store, offset, store.size - offset, path), offset) as window:
-                table = safetensors.read(Candidate(window), OpenRequest()).file.table
-            self._parts[name, offset] = table
-        return table
+                self._parts[name, offset] = safetensors.read(Candidate(window), OpenRequest()).file.table
+        return self._parts[name, offset]
 
 
 def locate(data: DataFiles, chunk: DcpChunk) -> Stored:

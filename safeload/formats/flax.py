@@ -25,7 +25,6 @@ from ..core.reading import ByteReader
 from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, show
-from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces
 
@@ -67,9 +66,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     whole = [array._replace(name=name) for name, array in tensors.items() if isinstance(array, Listing)]
     chunked = {name: array for name, array in tensors.items() if isinstance(array, BoxedListing)}
     file.table = ListedTable(whole, metadata)
-    if not chunked:
-        return Content(file)
-    return Content(file, (boxed_file(file, chunked, [file.store]),), list(tensors))
+    return Content(file, [boxed_file(file, chunked, [file.store])], list(tensors)) if chunked else Content(file)
 
 
 # ---- MessagePack ----
@@ -84,9 +81,7 @@ class _Token(NamedTuple):
 class MessagePackReader(ByteReader):
     """Parses a file into dicts, lists, values and arrays."""
 
-    def __init__(self, file: WeightFile) -> None:
-        super().__init__(file)
-        self._values = self._text = 0
+    _values = _text = 0  # so far
 
     def read(self) -> Any:
         """Return the value of the file, which must fill it."""
@@ -169,22 +164,17 @@ class MessagePackReader(ByteReader):
         if token.value in (_ARRAY, _SCALAR):
             value: Any = self._array(end)
         elif token.value == _COMPLEX:
-            value = self._complex()
+            at, pair = self.position, self._token("a complex number")
+            parts = [self._token("a part of a complex number") for _ in range(2)] if pair[:2] == (_LIST, 2) else []
+            if not parts or any(part.kind is not _VALUE or type(part.value) not in (int, float) for part in parts):
+                raise self.fault("a complex number must be two numbers", at)
+            value = complex(parts[0].value, parts[1].value)
         else:
             text = f"byte {begin}: extension type {token.value} is none of Flax's; they are 1 to 3"
             raise error_about(UnsupportedError, text, path=self.file.path, offset=begin)
         if self.position != end:
             raise self.fault(f"an extension should end at byte {end}, but its content ends here")
         return value
-
-    def _complex(self) -> complex:
-        begin = self.position
-        token = self._token("a complex number")
-        if token.kind is _LIST and token.size == 2:
-            parts = [self._token("a part of a complex number") for _ in range(2)]
-            if all(part.kind is _VALUE and type(part.value) in (int, float) for part in parts):
-                return complex(parts[0].value, parts[1].value)
-        raise self.fault("a complex number must be two numbers", begin)
 
     def _array(self, end: int) -> Listing:
         """Parse shape and dtype of an array and skip its elements."""
@@ -244,12 +234,10 @@ class MessagePackReader(ByteReader):
         if any(chunk.row is not row for chunk in chunks):
             raise self.fault("the chunks of an array have several dtypes", begin)
         lengths = self._shape(shape, row, begin)
-        count = sum(chunk.shape[0] for chunk in chunks)
-        if count != prod(lengths):
+        if (count := sum(chunk.shape[0] for chunk in chunks)) != prod(lengths):
             text = f"an array of shape {list(lengths)} has {prod(lengths)} elements, but its chunks have {count}"
             raise self.fault(text, begin)
-        store = self.file.store
-        return in_pieces(row, lengths, ((Region(store, chunk.begin), chunk.shape[0]) for chunk in chunks))
+        return in_pieces(row, lengths, ((Region(self.file.store, chunk.begin), chunk.shape[0]) for chunk in chunks))
 
 
 def _in_order(numbered: Any) -> list[Any] | None:
@@ -292,9 +280,7 @@ def _flatten(
         before = len(tensors)
         rest = {key: visit(item, key if name is None else f"{name}.{key}") for key, item in items}
         kept = {key: item for key, item in rest.items() if item is not _nothing}
-        if len(tensors) == before:
-            return value
-        return kept or _nothing
+        return value if len(tensors) == before else kept or _nothing
 
     if isinstance(tree, (Listing, BoxedListing)):
         return {NAME: tree}, {}

@@ -36,11 +36,8 @@ MLX_ADAPTER = "adapters.safetensors"
 CONFIG = "config.json"
 RESUME = ".safeload-resume"  # the subfolder of unfinished conversions, see `conversion.sink`
 
-PADDLE_INDEX = "model_state.pdparams.index.json"
 # The index of sharded Keras weights; its shards are beside it.
 KERAS_INDEX_SUFFIX = ".weights.json"
-_ARCHIVES = (".nemo", ".llamafile")
-_KERAS_SUFFIXES = (".keras", ".h5", ".hdf5")
 # ZeRO's file with the name of the last step's folder, and its longest content.
 _LATEST, _LONGEST_TAG = "latest", 1024
 # Orbax writes this file beside or above the items of a step, and this text into the names of unfinished folders.
@@ -157,19 +154,20 @@ def open_parts(first: Opened, request: OpenRequest) -> Opened:
     if first.format != GGUF or not gguf.load().is_part(first.file):
         return first
     files, metadata = gguf.load().open_parts(first.file, lambda path: open_file(path, request).file)
-    where: dict[str, tuple[WeightFile, int]] = {}
-    for file in files:
-        add(where, places_in(file))
-    return Opened(first.title, GGUF, files, where, metadata)
+    return Opened(first.title, GGUF, files, _places(map(places_in, files)), metadata)
 
 
 def _union(title: str, opened: Sequence[Opened]) -> Opened:
     """Join open files, which have no tensor in common."""
+    where, metadata = _places(each.places for each in opened), _metadata(each.metadata for each in opened)
+    return Opened(title, opened[0].format, [file for each in opened for file in each.files], where, metadata)
+
+
+def _places(parts: Iterable[Mapping[str, tuple[WeightFile, int]]]) -> dict[str, tuple[WeightFile, int]]:
     where: dict[str, tuple[WeightFile, int]] = {}
-    for each in opened:
-        add(where, each.places)
-    files = [file for each in opened for file in each.files]
-    return Opened(title, opened[0].format, files, where, _metadata(each.metadata for each in opened))
+    for part in parts:
+        add(where, part)
+    return where
 
 
 def _metadata(parts: Iterable[Mapping[Any, Any]]) -> Mapping[Any, Any]:
@@ -217,8 +215,7 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
     early: dict[str, Callable[[], Opened]] = {}  # by name: returns the open shard, or raises its error
 
     def open_early(name: str) -> None:
-        opening = partial(open_file, files.join(folder, name), request._replace(window=EARLY_WINDOW))
-        early[name] = attempt(opening)
+        early[name] = attempt(partial(open_file, files.join(folder, name), request._replace(window=EARLY_WINDOW)))
 
     def open_shard(file_name: str) -> Opened:
         try:
@@ -347,7 +344,6 @@ class _Folder(NamedTuple):
         return error_about(UnsupportedError, text, path=self.shown)
 
     def ending(self, *suffixes: str) -> list[str]:
-        """Return the names of files with these suffixes."""
         return [name for name in self.names if name.endswith(suffixes)]
 
     def only(self, names: Sequence[str], kind: str) -> list[str]:
@@ -424,8 +420,7 @@ def _open_files(folder: _Folder, chosen: Sequence[str], format: str | None = Non
     if parsed is not None and shards.index_file is None:
         index = [] if INDEX in names else [(files.join(path, INDEX), ())]
         _check_same([*((file.place, file.identity) for file in shards.files), *index], files, shards.files)
-    notes = _notes(folder, used, shards)
-    return shards._replace(config=parsed, notes=[*shards.notes, *notes])
+    return shards._replace(config=parsed, notes=[*shards.notes, *_notes(folder, used, shards)])
 
 
 def _open_step(folder: _Folder, chosen: Sequence[str], *, config: bool) -> Opened:
@@ -467,8 +462,7 @@ def choose_whole(
     variants = len({name.split(".")[0] for name in files}) == 1
     advice = "They look like variants of one model: open one of them by its path" if variants else "Open one of them"
     text = f"{len(files)} {equal[0].suffix} files and no index: {listed(files)}. {advice}"
-    text += f", or open several together with safeload.open([{shown}])"
-    raise error_about(UnsupportedError, text, path=path)
+    raise error_about(UnsupportedError, f"{text}, or open several together with safeload.open([{shown}])", path=path)
 
 
 def _is_stale(index: str, names: Sequence[str], folder: Location) -> bool:
@@ -501,8 +495,7 @@ def _refuse_incomplete(
 
 def _dcp_shards(folder: _Folder) -> list[str]:
     """Choose the sharded safetensors of torch.distributed, unless the folder has a model of transformers."""
-    is_index = numbered.INDEX_NAME.fullmatch
-    usual = any(name == SINGLE or (name.endswith(".json") and is_index(name)) for name in folder.names)
+    usual = SINGLE in folder.names or any(map(numbered.INDEX_NAME.fullmatch, folder.names))
     return [] if usual else in_order(numbered.DCP_SHARD, folder.names, 1, 2)[:1]
 
 
@@ -538,8 +531,7 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 def _zero(folder: _Folder) -> list[str]:
     """Choose the first of ZeRO's model states if the folder also has the optimizer's."""
-    complete = any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names))
-    return numbered.zero_models(folder.names)[:1] if complete else []
+    return numbered.zero_models(folder.names)[:1] if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
 
 
 def _gguf(folder: _Folder) -> list[str]:
@@ -547,15 +539,14 @@ def _gguf(folder: _Folder) -> list[str]:
     files = folder.ending(".gguf")
     sets = sets_of(files)
     single = set(files) - {name for shards in sets for name in shards.files.values()}
-    firsts = sorted([*single, *(shards.files[min(shards.files)] for shards in sets)])
-    folder.only(firsts, "GGUF files")
+    firsts = folder.only(sorted([*single, *(shards.files[min(shards.files)] for shards in sets)]), "GGUF files")
     _refuse_incomplete(sets, folder.shown)
     return firsts
 
 
 def _paddle(folder: _Folder) -> list[str]:
     """Choose Paddle's index, its single file, its shards, or the only ``.pdparams`` of a folder."""
-    for name in (PADDLE_INDEX, "model_state.pdparams"):
+    for name in ("model_state.pdparams.index.json", "model_state.pdparams"):
         if name in folder.names:
             return [name]
     chosen = folder.ending(".pdparams")
@@ -595,8 +586,7 @@ def _finished(folders: Sequence[str]) -> list[str]:
 def _listings(path: str, folders: Sequence[str], files: Files) -> list[tuple[str, list[tuple[str, bool]]]]:
     """List folders in a folder, as far as they can be listed; a remote folder takes a request."""
     folders = folders[: 64 if files.remote else 4_096]
-    listings = files.each(lambda name: _listing(files.join(path, name), files), folders)
-    return list(zip(folders, listings, strict=True))
+    return list(zip(folders, files.each(lambda name: _listing(files.join(path, name), files), folders), strict=True))
 
 
 def _listing(path: str, files: Files) -> list[tuple[str, bool]]:
@@ -610,7 +600,7 @@ def _by_row(row: Format, folder: _Folder) -> list[str]:
     """Choose the only file that the row of a format chooses."""
     with row.guarded(f"choose a file of {show(folder.shown)}"):
         files = [name for name in row.chooses(folder.names) if name in folder.names]  # type: ignore[misc]
-    return files if len(files) < 2 else folder.only(sorted(files), f"files of {row.title}")
+    return folder.only(sorted(files), f"files of {row.title}")
 
 
 _TORCH = ("torch zip", "torch legacy")
@@ -631,10 +621,10 @@ LAYOUTS = (
                  partial(_open_files, format="orbax")),
     FolderLayout((GGUF,), "*.gguf", _gguf),
     FolderLayout((KERAS,), "*.keras, *.h5", lambda folder: folder.only(
-                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(*_KERAS_SUFFIXES), "Keras files")),
+                 folder.ending(KERAS_INDEX_SUFFIX) or folder.ending(".keras", ".h5", ".hdf5"), "Keras files")),
     FolderLayout(("pickle",), "*.pdparams", _paddle),
     FolderLayout((), "*.nemo, *.llamafile",
-                 lambda folder: names if len(names := folder.ending(*_ARCHIVES)) == 1 else []),
+                 lambda folder: names if len(names := folder.ending(".nemo", ".llamafile")) == 1 else []),
     FolderLayout(("orbax",), "STEP/_METADATA", _orbax_step, partial(_open_step, config=False)),
 )
 # fmt: on

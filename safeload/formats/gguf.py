@@ -68,8 +68,6 @@ _REMOVED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
-# Why tensors of other types are refused.
-_UNKNOWN = "is unknown to this version, so its values cannot be read"
 
 
 class Metadata(Mapping[str, Any]):
@@ -110,8 +108,7 @@ class Metadata(Mapping[str, Any]):
     def stored(self, key: str) -> bytes:
         """Return a value as stored in the file: its type as u32, then its bytes."""
         type, begin, end = self._entries[key]
-        data: bytes = type.to_bytes(4, "little") + self._bytes[begin:end]
-        return data
+        return b"".join((_U32.pack(type), self._bytes[begin:end]))
 
     @property
     def tensor_count(self) -> int:
@@ -162,8 +159,7 @@ class Metadata(Mapping[str, Any]):
         shown = []
         for key, (type, begin, _) in self._entries.items():
             if type == lib.SL_GGUF_ARRAY:
-                count = _ARRAY_HEAD.unpack_from(self._bytes, begin)[1]
-                shown.append(f"{key!r}: <array of {count:,}>")
+                shown.append(f"{key!r}: <array of {_ARRAY_HEAD.unpack_from(self._bytes, begin)[1]:,}>")
             else:
                 shown.append(f"{key!r}: {self[key]!r}")
         return f"{{{', '.join(shown)}}}"
@@ -232,7 +228,8 @@ class GgufTable(Table):
             if tensor.dtype == lib.SL_UNKNOWN:
                 removed = _REMOVED.get(tensor.type)
                 label = f"{tensor.type} ({removed}, removed)" if removed else str(tensor.type)
-                unknown[name] = Unknown(f"ggml type {label}", shape, _UNKNOWN)
+                reason = "is unknown to this version, so its values cannot be read"
+                unknown[name] = Unknown(f"ggml type {label}", shape, reason)
             else:
                 ternary[name] = shape
         self.ternary, self.unknown = ternary, unknown
@@ -304,8 +301,7 @@ def open_parts(file: WeightFile, open_part: Callable[[str], WeightFile]) -> tupl
         for key, expected in ((_NUMBER, k), (_COUNT, count), (_TENSORS, total)):
             if (value := _value(part, key)) != expected:
                 raise FormatError(f"{key} is {value}, but {expected} according to the other parts", part.path)
-    stored = sum(part.table.count for part in parts)
-    if stored != total:
+    if (stored := sum(part.table.count for part in parts)) != total:
         raise FormatError(f"{_TENSORS} is {total}, but the parts have {stored} tensors", parts[0].path)
     metadata = parts[0].table.metadata()
     assert isinstance(metadata, Metadata)
@@ -358,8 +354,7 @@ def save(tensors: Mapping[str, Any], path: PathLike, metadata: Mapping[str, Any]
     entries = [_key(key) + _stored(metadata, key, alignment) for key in metadata]
     parts = {name: part for item in tensors.items() for name, part in _parts(*item, tensors, metadata)}
     plans = [_plan(name, value, metadata) for name, value in parts.items()]
-    head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)))
-    head += b"".join(entries)
+    head = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(plans), len(entries)) + b"".join(entries))
     offset = 0
     for description, data in plans:
         head += description + _U64.pack(offset)
@@ -468,9 +463,7 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
 
 
 def _lazy(array: Array | Lazy) -> Lazy:
-    if isinstance(array, Lazy):
-        return array
-    return Lazy(array.dtype, array.shape, lambda: np.ascontiguousarray(array))
+    return array if isinstance(array, Lazy) else Lazy(array.dtype, array.shape, lambda: np.ascontiguousarray(array))
 
 
 # ---- metadata to write ----
@@ -591,8 +584,7 @@ def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: 
     missing = []
     if not isinstance(values.get(ARCHITECTURE), str):
         missing.append(f"the metadata has no {ARCHITECTURE}")
-    foreign = next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)
-    if foreign is not None:
+    if (foreign := next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)) is not None:
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing and model_of(values) is None:
         warning(
@@ -615,7 +607,6 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
 def _can_hold(value: Any) -> bool:
     """Return True if GGUF has a type for a metadata value."""
     try:
-        _pack(value)
+        return bool(_pack(value))
     except (TypeError, SafeloadError):
         return False
-    return True

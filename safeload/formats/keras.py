@@ -83,7 +83,7 @@ from ..core.runtime import needed
 from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about, show
 from ..core.weight_file import WeightFile
-from ..core.zip import STORED, Archive, FileStream, unpacked
+from ..core.zip import STORED, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .archives import open_members
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
@@ -124,9 +124,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
             with suppress(ValueError, RecursionError):
                 metadata[key] = json.loads(text)
     file.table = ListedTable(direct, metadata)
-    if not boxed:
-        return Content(file)
-    return Content(file, (boxed_file(file, boxed, [file.store]),), list(names.values()))
+    return Content(file, [boxed_file(file, boxed, [file.store])], [*names.values()]) if boxed else Content(file)
 
 
 def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
@@ -171,8 +169,7 @@ def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileCh
             if len(content) < 4:
                 raise damaged("has no checksum")
             content, stored = content[:-4], int.from_bytes(content[-4:].tobytes(), "little")
-            checksum = fletcher32(content)
-            if checksum != stored:
+            if (checksum := fletcher32(content)) != stored:
                 raise damaged(f"has the checksum {checksum:08x}, expected {stored:08x}")
         elif kind == DEFLATE:
             machine = zlib.decompressobj()
@@ -186,8 +183,7 @@ def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileCh
             content = np.frombuffer(inflated, np.uint8)
         else:
             whole = len(content) // dataset.shuffled * dataset.shuffled
-            elements = content[:whole].reshape(dataset.shuffled, -1).T
-            content = np.concatenate([elements.reshape(-1), content[whole:]])
+            content = np.concatenate([content[:whole].reshape(dataset.shuffled, -1).T.reshape(-1), content[whole:]])
     if len(content) != expected:
         raise damaged(f"has {len(content):,} bytes, expected {expected:,}")
     elements = content.reshape(*dataset.chunk_shape, dataset.itemsize)[tuple(map(slice, sizes))]
@@ -229,7 +225,14 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
         archive.check_overlap()
         opened = open_members(file, members, request, kind="a Keras archive")
     else:
-        opened = _unpacked(file, archive, request)
+        check_whole(file, "compressed weights of a .keras archive must be unpacked as a whole")
+        with unpacked(archive, [WEIGHTS], file, "safeload-keras-") as (copy, _):
+            inner = Candidate(copy)
+            row = find_row(inner, request)
+            content = row.load().read(inner, request)
+            for part in (content.file, *content.others):
+                part.stand_for(file)
+        opened = opened_file(row.name, content)._replace(title=file.path)
     table = opened.file.table
     assert isinstance(table, ListedTable)
     table.add_metadata(metadata)
@@ -238,18 +241,6 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
     notes = [f"not read: {show(name)[1:-1]}{more}" for name in skipped[:1]]
     return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *notes])
-
-
-def _unpacked(file: WeightFile, archive: Archive, request: OpenRequest) -> Opened:
-    """Open compressed weights, unpacked into a temporary file."""
-    check_whole(file, "compressed weights of a .keras archive must be unpacked as a whole")
-    with unpacked(archive, [WEIGHTS], file, "safeload-keras-") as (copy, _):
-        inner = Candidate(copy)
-        row = find_row(inner, request)
-        content = row.load().read(inner, request)
-        for part in (content.file, *content.others):
-            part.stand_for(file)
-    return opened_file(row.name, content)._replace(title=file.path)
 
 
 # ---- the structure of a file ----
@@ -494,16 +485,14 @@ class Structure:
             letter = "I" if kind.get_sign() == h5t.SGN_2 else "U"
             return f"{letter}{8 * size}" if whole and size in (1, 2, 4, 8) and _usual(h5t, kind) else None
         if isinstance(kind, h5t.TypeCompoundID) and size in (8, 16) and kind.get_nmembers() == 2:
-            names = [kind.get_member_name(k) for k in range(2)]
-            places = [kind.get_member_offset(k) for k in range(2)]
+            places = {kind.get_member_name(k): kind.get_member_offset(k) for k in range(2)}
             parts = [kind.get_member_type(k) for k in range(2)]
             usual = all(isinstance(part, h5t.TypeFloatID) and self._code(part) == f"F{size * 4}" for part in parts)
             alike = usual and parts[0].get_order() == parts[1].get_order()
-            return f"C{size * 8}" if names == [b"r", b"i"] and places == [0, size // 2] and alike else None
+            return f"C{size * 8}" if [*places.items()] == [(b"r", 0), (b"i", size // 2)] and alike else None
         return None
 
     def _locate(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
-        """Find the storage of a dataset."""
         plist, h5d = item.get_create_plist(), self._h5py.h5d
         layout = plist.get_layout()
         if plist.get_external_count():
@@ -536,8 +525,7 @@ class Structure:
             self._read_chunks(path, item, dataset, [number for number, *_ in filters])
 
     def _read_chunks(self, path: tuple[str, ...], item: Any, dataset: Dataset, filters: list[int]) -> None:
-        counts = [-(-n // count) for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True)]
-        expected = prod(counts)
+        expected = prod(-(-n // count) for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
         self._chunks += expected
         if self._chunks > MAX_CHUNKS:
             raise self._limit(f"the file has more than {MAX_CHUNKS:,} chunks")
@@ -663,9 +651,7 @@ def _value_of(file: WeightFile, kind: bytes, space: bytes, value: bytes, name: s
         text = f"the attribute {show(name)} has {count:,} texts of {width:,} bytes, but {len(value):,} bytes"
         raise FormatError(text, file.path, 0)
     pieces = [value[k * width : (k + 1) * width] for k in range(count)]
-    if variable:
-        pieces = _from_heaps(file, pieces, name)
-    texts = [piece.rstrip(b"\0") for piece in pieces]
+    texts = [piece.rstrip(b"\0") for piece in (_from_heaps(file, pieces, name) if variable else pieces)]
     return texts if rank else texts[0]
 
 

@@ -69,7 +69,6 @@ _OUTPUT, _EMBEDDING, _VALUE, _KEY, _REST = "output", "embedding", "value", "key"
 _FEED_FORWARD = ("up", "gate", "down")
 _OUTPUT_NAME = "output.weight"
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
-_FALCON = "falcon"
 
 _BLOCK = re.compile(r"blk\.\s*([+-]?[0-9]{1,9})")
 
@@ -204,8 +203,7 @@ class TensorType(NamedTuple):
 
 def axes_of(shape: tuple[int, ...]) -> int:
     """Return ggml's number of axes, which ignores leading axes of size 1."""
-    leading = next((k for k, size in enumerate(shape) if size != 1), len(shape))
-    return max(1, len(shape) - leading)
+    return max(1, len(shape) - next((k for k, size in enumerate(shape) if size != 1), len(shape)))
 
 
 def is_quantized(name: str, shape: tuple[int, ...], architecture: str) -> bool:
@@ -224,7 +222,7 @@ def choose(
     Shapes are needed of all tensors of the model, because types depend on a tensor's place among its kind.
     """
     row, architecture = file_types()[parse(file_type)], _architecture(sizes.architecture)
-    falcon, ends = sizes.architecture == _FALCON, (_OUTPUT_NAME, *EMBEDDINGS)
+    falcon, ends = sizes.architecture == "falcon", (_OUTPUT_NAME, *EMBEDDINGS)
     names = sorted(shapes, key=sort_key)
     parts: Mapping[str, str] = _data()["kinds"]
     kinds = {name: next((kind for part, kind in parts.items() if part in name), _REST) for name in names}
@@ -380,8 +378,7 @@ def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], 
     if not vectors:
         raise FormatError("the importance matrix has no entries", path)
     for name, vector in vectors.items():
-        bad = ~(np.isfinite(vector) & (vector >= 0))
-        if bad.any():
+        if (bad := ~(np.isfinite(vector) & (vector >= 0))).any():
             at = int(np.argmax(bad))
             text = f"importance of {show(name)} is {vector[at]} at {at}, expected a finite number >= 0"
             raise FormatError(text, path)
@@ -390,12 +387,10 @@ def checked(path: str, vectors: Mapping[str, Array], datasets: tuple[str, ...], 
 
 def of_gguf(path: str, tensors: Mapping[str, Array], metadata: Mapping[Any, Any]) -> ImportanceMatrix:
     """Return the matrix in the tensors of a GGUF file."""
-    missing = [key for key in KEYS if key not in metadata]
-    if missing:
+    if missing := [key for key in KEYS if key not in metadata]:
         raise FormatError(f"not an importance matrix: the metadata has no {missing[0]}", path)
     names = [name.removesuffix(SUMS) for name in tensors if name.endswith(SUMS)]
-    alone = {name.removesuffix(COUNTS) for name in tensors if name.endswith(COUNTS)} ^ set(names)
-    if alone:
+    if alone := {name.removesuffix(COUNTS) for name in tensors if name.endswith(COUNTS)} ^ set(names):
         raise FormatError(f"{show(min(alone))} has only one of {SUMS} and {COUNTS}", path)
     vectors = {name: _of_sums(name, tensors[name + SUMS], tensors[name + COUNTS], path) for name in names}
     datasets = metadata[_DATASETS]
@@ -456,6 +451,5 @@ def of_dat(path: str, content: bytes) -> ImportanceMatrix:
             vectors[name] = vector / np.float32(calls) if calls > 0 else vector
     chunks = number("the number of chunks") if len(content) - at >= _I32.size else 0
     size = number("the data set") if len(content) - at >= _I32.size else 0
-    known = 0 < size <= len(content) - at
-    datasets = (take(size, "the data set").decode("utf-8", "replace"),) if known else ()
+    datasets = (take(size, "the data set").decode("utf-8", "replace"),) if 0 < size <= len(content) - at else ()
     return checked(path, vectors, datasets, chunks)

@@ -40,7 +40,6 @@ MAX_ELEMENTS = (1 << 32) - 1
 
 _HEAD = struct.Struct("<II")
 _ENTRY = struct.Struct("<III")
-_F16 = dtypes.BY_CODE["F16"]
 
 
 # ---- read ----
@@ -71,8 +70,7 @@ def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
             raise reader.fault(f"a tensor of {rank} dims, but MOON allows at most {MAX_DIMS}", begin + 4)
         name = reader.take_text(name_size, "a name")
         shape = struct.unpack(f"<{rank}Q", reader.take(8 * rank, f"the shape of tensor {show(name)}"))
-        product = math.prod(shape)
-        if product != count:
+        if (product := math.prod(shape)) != count:
             hint = ": it looks like a byte count" if count == 2 * product else ""
             text = f"has {count} elements, but the product of {list(shape)} is {product}{hint}"
             raise reader.fault(text, begin + 8, name)
@@ -85,7 +83,7 @@ def _entries(reader: ByteReader) -> Iterator[StoredTensor]:
             raise reader.fault(f"duplicate tensor {show(name)}", begin)
         reader.position += 2 * count
         names.add(name)
-        yield StoredTensor(name, _F16.code, shape, offset)
+        yield StoredTensor(name, "F16", shape, offset)
 
 
 # ---- write ----
@@ -96,8 +94,7 @@ def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: 
     check_mapping(tensors, "tensors")
     head = np.frombuffer(_HEAD.pack(MAGIC, VERSION), np.uint8)
     entries = [(head, np.empty(0, "<f2")), *starmap(_entry, tensors.items())]
-    size = sum(head.nbytes + 2 * math.prod(value.shape) for head, value in entries)
-    with AtomicFile(path, size, **options) as file:
+    with AtomicFile(path, sum(head.nbytes + 2 * math.prod(value.shape) for head, value in entries), **options) as file:
         write_pieces(file, chain.from_iterable(map(pieces_of, chain.from_iterable(entries))))
 
 
@@ -117,6 +114,5 @@ def _entry(name: Any, value: Any) -> tuple[Array, Array | Lazy]:
     ):
         if not fits:
             raise error_about(SafeloadError, f"has {text}", tensor=name)
-    head = _ENTRY.pack(len(raw), len(value.shape), count) + raw
-    head += struct.pack(f"<{len(value.shape)}Q", *value.shape)
-    return np.frombuffer(head, np.uint8), value
+    dims = struct.pack(f"<{len(value.shape)}Q", *value.shape)
+    return np.frombuffer(_ENTRY.pack(len(raw), len(value.shape), count) + raw + dims, np.uint8), value

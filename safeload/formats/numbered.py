@@ -57,7 +57,6 @@ class NumberedFiles(NamedTuple):
         return len(self.files) == max(self.files) == int(self.total) and min(self.files) == 1
 
     def missing(self, limit: int = MOST_MISSING) -> list[str]:
-        """Return the names of the first missing files."""
         width = len(self.total) if len(self.total) < 5 else 5
         numbers = (k for k in range(1, int(self.total) + 1) if k not in self.files)
         return [f"{self.stem}-{k:0{width}}-of-{self.total}{self.suffix}" for k in islice(numbers, limit)]
@@ -71,8 +70,7 @@ def sets_of(names: Sequence[str], pattern: re.Pattern[str] = PART) -> list[Numbe
     """Group files with numbers in their names; ``pattern`` has the groups of `PART`."""
     sets: dict[tuple[str, str, str], NumberedFiles] = {}
     for name in names:
-        match = pattern.fullmatch(name)
-        if match is not None and int(match[3]) > 0:
+        if (match := pattern.fullmatch(name)) is not None and int(match[3]) > 0:
             key = match[1], match[3], match[4]
             sets.setdefault(key, NumberedFiles(*key, {})).files[int(match[2])] = name
     return list(sets.values())
@@ -114,18 +112,15 @@ def whole_checkpoints(names: Sequence[str], suffixes: Sequence[str]) -> list[Who
             whole.append(Whole(kind, suffix, stem, variant, files))
 
     for name in names:
-        index = INDEX_NAME.fullmatch(name)
-        if index is not None and index[2] in suffixes:
+        if (index := INDEX_NAME.fullmatch(name)) is not None and index[2] in suffixes:
             add(INDEXED, index[2], index[1], index[3] or "", [name])
     for suffix in suffixes:
-        files = [name for name in names if name.endswith(suffix)]
-        if suffix == ".bin":
-            files = [name for name in files if not name.startswith(TRAINING_STATE)]
+        excluded = TRAINING_STATE if suffix == ".bin" else ()
+        files = [name for name in names if name.endswith(suffix) and not name.startswith(excluded)]
         numbered = sets_of(files)
         for shards in numbered:
             if shards.complete:
-                variant = shards.suffix.removesuffix(suffix).removeprefix(".")
-                add(SET, suffix, shards.stem, variant, shards.in_order)
+                add(SET, suffix, shards.stem, shards.suffix.removesuffix(suffix).removeprefix("."), shards.in_order)
         for name in set(files).difference(*(shards.files.values() for shards in numbered)):
             add(FILE, suffix, name.removesuffix(suffix), "", [name])
     return sorted(whole, key=lambda each: (each.rank, each.files))

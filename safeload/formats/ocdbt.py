@@ -75,22 +75,18 @@ class _Fields:
         self.offset = offset  # of the manifest or node in the file
 
     def error(self, text: str) -> FormatError:
-        """Return an error about this manifest or node."""
         return FormatError(text, self.path, self.offset)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes."""
         if count > len(self.body) - self._at:
             raise self.error(f"the node ends {count - (len(self.body) - self._at):,} bytes too early")
         self._at += count
         return bytes(self.body[self._at - count : self._at])
 
     def number(self) -> int:
-        """Return the next varint."""
         return self.numbers(1)[0]
 
     def numbers(self, count: int) -> list[int]:
-        """Return a column of varints."""
         if not count:
             return []
         if count > len(self.body) - self._at:
@@ -171,18 +167,16 @@ def _body(data: bytes, magic: int, path: str, offset: int) -> _Fields:
         text = f"{path}: {subject} has version {version} and compression {compression}; safeload reads version 0, "
         raise UnsupportedError(f"{text}uncompressed or zstd", path=path)
     begin, end = _HEADER + 2, len(data) - _CHECKSUM
-    body: bytes | bytearray = data[begin:end]
-    if compression:
-        body = decompressed(Unpacked(data), begin, end - begin, MAX_NODE, path)
-    return _Fields(body, path, offset)
+    content: bytes | bytearray
+    content = decompressed(Unpacked(data), begin, end - begin, MAX_NODE, path) if compression else data[begin:end]
+    return _Fields(content, path, offset)
 
 
 def _roots(manifest: bytes, path: str) -> list[_Node]:
     """Return the root of the latest version; none if its tree is empty."""
     fields = _body(manifest, _MANIFEST, path, 0)
     fields.take(16)
-    kind = fields.number()
-    if kind:
+    if kind := fields.number():
         text = f"{path}: a manifest of kind {kind}; safeload reads checkpoints with a single manifest (kind 0)"
         raise UnsupportedError(text, path=path)
     fields.numbers(2)
@@ -234,8 +228,7 @@ def read_tree(
             raise FormatError(text, place, offset)
         fields = _body(data, _NODE, place, offset)
         nodes += max(len(data), len(fields.body))
-        stored_height = fields.take(1)[0]
-        if stored_height != height:
+        if (stored_height := fields.take(1)[0]) != height:
             raise fields.error(f"a node of height {height} says that it has height {stored_height}")
         files = _files(fields, file[1])
         rows += len(files)
@@ -294,14 +287,14 @@ def _leaves(
         raise fields.error("values must be inline (0) or in a data file (1)")
     outside = kinds.count(1)
     numbers, offsets = iter(fields.numbers(outside)), iter(fields.numbers(outside))
-    leaves = []
-    for key, length, kind in zip(keys, lengths, kinds, strict=True):
-        if kind:
-            leaves.append((key, Value(_file(files, next(numbers), fields)[0], next(offsets), length)))
-        else:
-            leaves.append((key, Value("", 0, length, fields.take(length))))
+    values = [
+        Value(_file(files, next(numbers), fields)[0], next(offsets), length)
+        if kind
+        else Value("", 0, length, fields.take(length))
+        for length, kind in zip(lengths, kinds, strict=True)
+    ]
     fields.end()
-    return leaves
+    return list(zip(keys, values, strict=True))
 
 
 # ---- CRC-32C, which also zarr's codec ``crc32c`` stores ----

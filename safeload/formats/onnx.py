@@ -283,7 +283,6 @@ class OnnxModel(ByteReader):
             at += low
 
     def text(self, field: Field, what: str) -> str:
-        """Return the text of a field."""
         if field.wire != BYTES:
             raise self.fault(f"{what} must be text, got wire type {field.wire}", field.begin)
         self._text += field.end - field.begin
@@ -331,8 +330,7 @@ class OnnxModel(ByteReader):
             if field.number in texts:
                 texts[field.number] = self.text(field, "the name of a function")
         prefix = "".join(f"{texts[number]}." for number in (10, 1, 13) if texts[number])
-        nodes = (field for field in self.fields(message, "a function") if field.number == 7)
-        for k, node in enumerate(nodes):
+        for k, node in enumerate(field for field in self.fields(message, "a function") if field.number == 7):
             self._node(node, k, prefix, 0)
 
     def _graph(self, message: Field, prefix: str, depth: int) -> None:
@@ -415,7 +413,17 @@ class OnnxModel(ByteReader):
                     raise self.fault(f"raw_data must be bytes, got wire type {field.wire}", field.begin)
                 tensor.raw = (field.begin, field.end)
             elif number in _DATA_FIELDS:
-                self._add_piece(tensor, *_DATA_FIELDS[number], field)
+                name, wire = _DATA_FIELDS[number]
+                if field.wire not in (BYTES, wire):
+                    raise self.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
+                tensor.pieces = tensor.pieces or {}
+                pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
+                if field.begin < field.end:
+                    pieces.append((field.begin, field.end))
+                    self._pieces += 1
+                self._check_count(
+                    self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field
+                )
             elif number == 13:
                 key, value = self._pair(field, "an entry of external_data")
                 tensor.external = {**tensor.external, str(key or ""): str(value or "")}
@@ -425,17 +433,6 @@ class OnnxModel(ByteReader):
                 tensor.segment |= number == 3
                 tensor.strings |= number == 6
         return tensor
-
-    def _add_piece(self, tensor: TensorProto, name: str, wire: int, field: Field) -> None:
-        if field.wire not in (BYTES, wire):
-            raise self.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
-        if not tensor.pieces:
-            tensor.pieces = {}
-        pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
-        if field.begin < field.end:
-            pieces.append((field.begin, field.end))
-            self._pieces += 1
-        self._check_count(self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field)
 
     def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
         if count > limit:
@@ -493,16 +490,15 @@ class OnnxModel(ByteReader):
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
         """Return a tensor whose elements are in the field of its type."""
         file, row, shape = self.file, dtypes.BY_CODE[type_.code], tensor.dims
+        fault = partial(self.fault, position=tensor.at, tensor=tensor.name)
         if any(pieces for field, pieces in tensor.pieces.items() if field != type_.field):
-            text = f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}"
-            raise self.fault(text, tensor.at, tensor.name)
+            raise fault(f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}")
         pieces = tensor.pieces.get(type_.field, [])
         stored = sum(end - begin for begin, end in pieces)
         if type_.field in ("float_data", "double_data"):
             nbytes, itemsize = row.nbytes(count), row.nbytes(1)
             if stored != nbytes:
-                text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}"
-                raise self.fault(text, tensor.at, tensor.name)
+                raise fault(f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}")
             if len(pieces) == 1:
                 return Listing(tensor.name, row, shape, *pieces[0])
             if any((end - begin) % itemsize for begin, end in pieces):
@@ -511,8 +507,7 @@ class OnnxModel(ByteReader):
             return in_pieces(row, shape, regions)
         numbers = type_.numbers(count)
         if not numbers <= stored <= 10 * numbers:
-            text = f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes"
-            raise self.fault(text, tensor.at, tensor.name)
+            raise fault(f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes")
         if row.packed and (not shape or shape[-1] % row.block):
             raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
         if row.packed:
@@ -528,12 +523,11 @@ class OnnxModel(ByteReader):
             raise UnsupportedError(self._missing[location])
         file = self.external.get(location) or self._open(location, tensor)
         begin, length = self._number(tensor, "offset") or 0, self._number(tensor, "length")
+        fault = partial(self.fault, position=tensor.at, tensor=tensor.name)
         if length is not None and length != nbytes:
-            text = f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}"
-            raise self.fault(text, tensor.at, tensor.name)
+            raise fault(f": {list(tensor.dims)} needs {nbytes} bytes, but external_data says length {length}")
         if begin + nbytes > file.size:
-            text = f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}"
-            raise self.fault(text, tensor.at, tensor.name)
+            raise fault(f": needs bytes {begin} to {begin + nbytes} of {show(location)}, which has {file.size}")
         return file, (begin, begin + nbytes)
 
     def _number(self, tensor: TensorProto, key: str) -> int | None:

@@ -46,7 +46,7 @@ from copy import copy
 from functools import cache, partial
 from itertools import islice, product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -129,13 +129,14 @@ class _OpenFolder(DataFolder):
 
 
 def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) -> Content:
-    path, leaves = folder.file.path, _leaves(metadata.get(_TREE), folder.file.path)
+    path = folder.file.path
+    leaves, kinds = _leaves(metadata.get(_TREE), path)
     for switch in _SWITCHES:
         if metadata.get(switch) is not None and type(metadata[switch]) is not bool:
             raise FormatError(f"{switch} must be true or false, got {show(metadata[switch])[:100]}", path)
-    names = names_below({name: leaf.steps for name, leaf in leaves.items()}, root, path)
+    names = names_below(leaves, root, path)
     notes: list[str] = []
-    arrays = [name for name in names if leaves[name].is_array]
+    arrays = [name for name in names if kinds[name] in _ARRAYS]
     ocdbt = _uses_ocdbt(folder) if metadata.get(_OCDBT) is None else metadata[_OCDBT]
     values = _database(folder, notes) if ocdbt else _paths(folder, arrays)
     version = 3 if metadata.get(_ZARR3) else 2
@@ -155,7 +156,8 @@ def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) ->
                 array = Unknown(array.row.name, array.shape, str(error))
         listings[names[name]] = BoxedListing(dtypes.BY_CODE["U8"], (0,), [], unknown=array)
     finder.check_claims()
-    rest = _rest(folder, {name: leaves[name] for name in names if not leaves[name].is_array}, root, notes)
+    kinds = {name: kinds[name] for name in names if kinds[name] not in _ARRAYS}
+    rest = _rest(folder, leaves, kinds, root, notes)
     custom = metadata.get(_CUSTOM)
     if custom is not None and rest.setdefault(_CUSTOM, custom) is not custom:
         notes.append(f"{_CUSTOM} is left out: the tree has a leaf of this name")
@@ -174,23 +176,16 @@ def _note(names: Sequence[str], text: str) -> list[str]:
 # ---- the tree ----
 
 
-class _Leaf(NamedTuple):
-    """A leaf of the tree."""
-
-    steps: tuple[str | int, ...]  # the keys that lead to it
-    kind: str  # its value_type
-    skipped: bool  # True if Orbax does not read its value
-
-    @property
-    def is_array(self) -> bool:
-        return self.kind in _ARRAYS and not self.skipped
+# The keys that lead to a leaf.
+_Steps: TypeAlias = tuple[str | int, ...]
 
 
-def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
-    """Return the leaves of the tree by name."""
+def _leaves(entries: Any, path: str) -> tuple[dict[str, _Steps], dict[str, str]]:
+    """Return the leaves of the tree by name, and the type of each; "" if Orbax does not read its value."""
     if type(entries) is not dict:
         raise FormatError(f"{_TREE} must be an object, got {show(entries)[:100]}", path)
-    leaves: dict[str, _Leaf] = {}
+    leaves: dict[str, _Steps] = {}
+    kinds: dict[str, str] = {}
     for text, entry in entries.items():
         keys, value = (entry.get(f"{kind}_metadata") if type(entry) is dict else None for kind in ("key", "value"))
         if type(keys) is not list or type(value) is not dict:
@@ -211,26 +206,29 @@ def _leaves(entries: Any, path: str) -> dict[str, _Leaf]:
         name = ".".join(map(str, steps))
         if name in leaves:
             raise FormatError(f"two leaves of the tree are named {show(name)}", path)
-        leaves[name] = _Leaf(tuple(steps), kind, skipped)
-    return leaves
+        leaves[name] = tuple(steps)
+        kinds[name] = "" if skipped and kind not in _EMPTY else kind
+    return leaves, kinds
 
 
-def _rest(folder: _OpenFolder, leaves: Mapping[str, _Leaf], root: str | None, notes: list[str]) -> dict[str, Any]:
-    """Return leaves other than arrays, nested."""
-    texts = {name for name, leaf in leaves.items() if leaf.kind == _STRING and not leaf.skipped}
+def _rest(
+    folder: _OpenFolder, leaves: Mapping[str, _Steps], kinds: Mapping[str, str], root: str | None, notes: list[str]
+) -> dict[str, Any]:
+    """Return leaves other than arrays, whose ``kinds`` these are, nested."""
+    texts = {name for name, kind in kinds.items() if kind == _STRING}
     strings = read_json(folder.join(_STRINGS), _STRINGS, folder.files) if texts else {}
     for name in sorted(texts):
         if type(strings.get(name)) is not str:
             value = show(strings.get(name))[:100]
             raise folder.error(FormatError, f"{_STRINGS} must have the text {show(name)}, got {value}")
-    known = {name: leaf for name, leaf in leaves.items() if name in texts or leaf.kind in _EMPTY}
-    unknown = [name for name in leaves if name not in known]
+    known = {name: leaves[name] for name in kinds if name in texts or kinds[name] in _EMPTY}
+    unknown = [name for name in kinds if name not in known]
     notes += _note(unknown, "left out, because only the program that wrote it knows its type")
     paths = {}
-    for name, leaf in known.items():
-        steps = leaf.steps[0 if root is None else depth_of(leaf.steps, root) :]
+    for name, steps in known.items():
+        steps = steps[0 if root is None else depth_of(steps, root) :]
         paths[name] = (str(steps[0]), *steps[1:]) if steps else ("",)
-    return nested(paths, lambda name: strings[name] if name in texts else copy(_EMPTY[leaves[name].kind]), folder.shown)
+    return nested(paths, lambda name: strings[name] if name in texts else copy(_EMPTY[kinds[name]]), folder.shown)
 
 
 # ---- the store of arrays ----
@@ -259,8 +257,7 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
             for key, value in _values(folder, f"{part}/").items():
                 other = values.setdefault(key, value)
                 if other is not value and folder.content(key, other) != folder.content(key, value):
-                    text = f"two processes have stored {show(key)}, and their values differ"
-                    raise folder.error(FormatError, text)
+                    raise folder.error(FormatError, f"two processes have stored {show(key)}, and their values differ")
         notes.append(f"{MANIFEST} is missing: joined the databases of {len(parts):,} processes")
     for store in folder.stores.values():
         if isinstance(store, RemoteStore):
@@ -272,8 +269,7 @@ def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
     store, _, length, path = folder.stored(part + MANIFEST)
     if length > MAX_MANIFEST:
-        text = f"the manifest has {length:,} bytes, more than {MAX_MANIFEST:,}"
-        raise error_about(LimitError, text, path=path)
+        raise error_about(LimitError, f"the manifest has {length:,} bytes, more than {MAX_MANIFEST:,}", path=path)
     values = read_tree(
         read_at(store, 0, length), path,
         lambda name, offset, length: read_at(folder.stored(part + name).store, offset, length),
@@ -326,7 +322,11 @@ def _described(
         try:
             return ZarrArray(content, folder.path_of(key), name, version)
         except UnsupportedError as error:
-            return unreadable(content, str(error))
+            shape: Any = content.get("shape")
+            known = type(shape) is list and len(shape) <= MAX_RANK
+            known = known and all(type(n) is int and 0 <= n < _LARGEST for n in shape)
+            label = show(content.get("dtype", content.get("data_type")))[:100].strip("'")
+            return Unknown(label, tuple(shape) if known else (), str(error))
 
     if values is None:
         return folder.files.each(
@@ -336,17 +336,14 @@ def _described(
     missing = next((name for name, key in zip(arrays, keys, strict=True) if key not in values), None)
     if missing is not None:
         raise folder.error(FormatError, f"is not in {MANIFEST}, although {ORBAX_METADATA} lists it", missing)
-    total = sum(values[key].length for key in keys)
-    if total > MAX_JSON:
-        text = f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}"
-        raise folder.error(LimitError, text)
+    if (total := sum(values[key].length for key in keys)) > MAX_JSON:
+        raise folder.error(LimitError, f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}")
     places: dict[str, list[tuple[int, int]]] = {}  # fetched in a few requests
     for value in map(values.__getitem__, keys):
         if value.file and value.length <= MAX_ARRAY_METADATA:
             places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
     for data_file, ranges in places.items():
-        store = folder.stored(data_file).store
-        if isinstance(store, RemoteStore):
+        if isinstance(store := folder.stored(data_file).store, RemoteStore):
             store.prefetch(ranges)
     return [
         parsed(name, key, parse_json(folder.content(key, values[key]), base, f"{folder.shown}/{key}"))
@@ -461,8 +458,7 @@ class ZarrArray:
             raise self._error(f"order {show(order)} or dimension_separator {show(self.separator)} is unknown")
         if fields.get("filters"):
             raise self._unsupported(f"filters {show(fields['filters'])[:100]}, which safeload does not read")
-        compressor = fields.get("compressor")
-        if compressor is not None:
+        if (compressor := fields.get("compressor")) is not None:
             codec = compressor.get("id") if type(compressor) is dict else compressor
             if codec != ZSTD:
                 raise self._unsupported(f"compressor {show(codec)[:100]}; safeload reads zstd and uncompressed chunks")
@@ -487,8 +483,7 @@ class ZarrArray:
         self.prefix = "c" if encoding == "default" else ""
         self._read_dtype(fields.get("data_type"), None)
         codecs: Any = fields.get("codecs")
-        first = codecs[0] if type(codecs) is list and codecs else None
-        name, configuration = self._extension(first, "codecs")
+        name, configuration = self._extension(codecs[0] if type(codecs) is list and codecs else None, "codecs")
         if name == "sharding_indexed":
             self.sharded = True
             if len(codecs) > 1:
@@ -581,21 +576,11 @@ class ZarrArray:
         return self.separator.join([*([self.prefix] if self.prefix else ()), *map(str, index)]) or "0"
 
     def fault(self, text: str, stored: StoredBytes) -> FormatError:
-        """Return the error for a malformed chunk."""
         return error_about(FormatError, f": {text}", path=stored.path, offset=stored.begin, tensor=self.name)
 
     def check_length(self, length: int, stored: StoredBytes) -> None:
-        """Refuse a chunk of another length."""
         if length != self.chunk_nbytes:
             raise self.fault(f"a chunk must have {self.chunk_nbytes:,} bytes, got {length:,}", stored)
-
-
-def unreadable(fields: Mapping[str, Any], reason: str) -> Unknown:
-    """Describe an array that safeload does not support."""
-    shape: Any = fields.get("shape")
-    known = type(shape) is list and len(shape) <= MAX_RANK and all(type(n) is int and 0 <= n < _LARGEST for n in shape)
-    dtype = show(fields.get("dtype", fields.get("data_type")))[:100]
-    return Unknown(dtype.strip("'"), tuple(shape) if known else (), reason)
 
 
 # ---- chunks ----
@@ -669,8 +654,7 @@ def _locate(stored: StoredBytes, array: ZarrArray, sizes: tuple[int, ...]) -> St
 
 def _unpacked(stored: StoredBytes, array: ZarrArray, sizes: tuple[int, ...]) -> Array:
     strides = array.strides or c_strides(array.chunk, array.itemsize)
-    shape = (*array.chunk, array.itemsize)
-    elements: Array = np.ndarray(shape, np.uint8, _content(stored, array), 0, (*strides, 1))
+    elements: Array = np.ndarray((*array.chunk, array.itemsize), np.uint8, _content(stored, array), 0, (*strides, 1))
     elements = elements[tuple(map(slice, sizes))]
     if array.swapped:
         elements = elements[..., ::-1]
@@ -799,8 +783,7 @@ class ChunkFinder:
             return StoredBytes(Unpacked(value.inline), 0, value.length, self._folder.shown)
         data = self._folder.opened[value.file]
         length = data.length if value.length == WHOLE_FILE else value.length
-        end = value.offset + length
-        if end > data.length:
+        if (end := value.offset + length) > data.length:
             text = f"a chunk at [{value.offset:,}, {end:,}) lies outside the file, which has {data.length:,} bytes"
             raise FormatError(f"{text}; is it cut off?", data.path, min(value.offset, data.length))
         self._used[value.file] = self._used.get(value.file, 0) + length
@@ -809,8 +792,7 @@ class ChunkFinder:
     def _claim(self, array: ZarrArray, stored: StoredBytes, nbytes: int) -> None:
         """Check that stored bytes can hold elements."""
         self._provided += stored.length
-        unpackable = ZSTD in array.steps or array.fill is not None
-        if nbytes > stored.length * (MAX_RATIO if unpackable else 1):
+        if nbytes > stored.length * (MAX_RATIO if ZSTD in array.steps or array.fill is not None else 1):
             raise array.fault(f"a chunk has {nbytes:,} bytes, but {stored.length:,} bytes store it", stored)
 
     def _in_shard(self, array: ZarrArray, offsets: tuple[int, ...], stored: StoredBytes) -> Iterator[Box]:
@@ -832,6 +814,5 @@ class ChunkFinder:
             sizes = array.inside(array.chunk, begin)
             if not sizes or min(sizes) > 0:
                 inside += 1
-                locate = partial(_locate_in_shard, stored, shard_index, number, array, sizes)
-                yield Box(begin, sizes, locate=locate)
+                yield Box(begin, sizes, locate=partial(_locate_in_shard, stored, shard_index, number, array, sizes))
         self._claim(array, stored, inside * array.chunk_nbytes)

@@ -83,8 +83,7 @@ def _read_tables(file: WeightFile, request: OpenRequest, begin: int) -> Content:
         kind = f"a pickle that torch.save did not write (it holds {describe(pickled.value)}), without NumPy arrays"
         text = f"this is {kind}; only tensors and arrays can be read from pickles"
         raise error_about(UnsupportedError, text, path=path)
-    end = begin + pickled.size
-    if end < file.size:
+    if (end := begin + pickled.size) < file.size:
         text = f"{file.size - end} bytes follow the pickle, which ends at byte {end}"
         raise error_about(UnsupportedError, f"{text}; files of several pickles are not supported", path=path)
     return content
@@ -217,8 +216,7 @@ def _join(name: str, parts: list[_Place], shape: tuple[int, ...], path: str) -> 
             text = f": a part is {part.row.code} of shape {list(part.shape)}, expected a vector of {row.code}"
             raise error_about(FormatError, text, path=path, tensor=name)
         pieces.append((part.boxes[0].stored, part.shape[0]))
-    total = sum(count for _, count in pieces)
-    if total != prod(shape):
+    if (total := sum(count for _, count in pieces)) != prod(shape):
         text = f": its parts have {total:,} elements, but shape {list(shape)} has {prod(shape):,}"
         raise error_about(FormatError, text, path=path, tensor=name)
     return in_pieces(row, shape, pieces)
@@ -228,11 +226,9 @@ def _alone(name: str, place: _Place, path: str) -> BoxedListing:
     """Describe an array as a single box, or an entry that cannot be read as such."""
     file, index = place
     table = file.table
-    unknown = table.unknown.get(table.names[index])
-    if unknown is not None:
+    if (unknown := table.unknown.get(table.names[index])) is not None:
         return BoxedListing(table.row(index), (0,), [], unknown=unknown)
     if index in table.big_endian:
         raise error_about(UnsupportedError, "is big-endian, beside arrays in parts", path=path, tensor=name)
-    shape = table.shape(index)
     stored = Region(file.store, table.byte_range(index)[0], table.strides.get(index))
-    return in_one_box(table.row(index), shape, stored)
+    return in_one_box(table.row(index), table.shape(index), stored)

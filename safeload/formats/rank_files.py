@@ -83,7 +83,6 @@ class RankFile(NamedTuple):
 
     @property
     def value(self) -> dict[Any, Any]:
-        """The dict of the pickle."""
         value = self.pickled.value
         if type(value) is not dict:
             raise FormatError(f"expected a dict, got {describe(value)}", self.file.path)
@@ -98,15 +97,12 @@ class RankFile(NamedTuple):
         return value
 
     def unsupported(self, name: str, text: str) -> UnsupportedError:
-        """Return the error for a tensor that safeload does not read."""
         return error_about(UnsupportedError, text, path=self.file.path, tensor=name)
 
     def fault(self, name: str, text: str) -> FormatError:
-        """Return the error for a malformed tensor."""
         return error_about(FormatError, text, path=self.file.path, tensor=name)
 
     def listing(self, name: str, tensor: Any) -> Listing:
-        """Return the place of a tensor."""
         if type(tensor) is not PickledTensor:
             raise self.fault(name, f"must be a tensor, got {describe(tensor)}")
         if type(tensor.pending) is dict and SUBCLASS in tensor.pending:  # it may be the part of a process
@@ -120,7 +116,6 @@ class RankFile(NamedTuple):
         return listing
 
     def stored(self, listing: Listing) -> Region:
-        """Return the elements of a tensor."""
         return Region(self.file.store, listing.begin, listing.strides)
 
     def whole(self, listing: Listing) -> BoxedListing:
@@ -141,12 +136,10 @@ class RankFolder(DataFolder):
         self.stores[name] = file.store
         archive = Archive(file)
         archive.prefetch(archive.entries)
-        pickled, places = read_tensors(archive, file, inert=True)
-        named = dict.fromkeys(pickled.harmless, True)
-        named |= {name: self._known.fullmatch(name) is not None for name in pickled.foreign}
-        unknown = [name for name, harmless in named.items() if not harmless]
-        check_foreign(unknown, file.path, self._inert, "the pickle references")
-        self.named_globals |= named
+        pickled, places = read_tensors(archive, file)
+        foreign = {name: self._known.fullmatch(name) is not None for name in pickled.foreign}
+        check_foreign([name for name in foreign if not foreign[name]], file.path, self._inert)
+        self.named_globals |= dict.fromkeys(pickled.harmless, True) | foreign
         return RankFile(file, pickled, places)
 
 
@@ -202,8 +195,7 @@ def _join(
     if root is not None and not tensors:
         raise error_about(TensorNotFoundError, f"no container {show(root)} with tensors", path=path)
     tree = Tree(rest, path, ranks[0].pickled.size)
-    inner = next(tree.tensors(), None)
-    if inner is not None:
+    if (inner := next(tree.tensors(), None)) is not None:
         text = "is in a list or another object, where safeload does not look for parts of tensors"
         raise error_about(UnsupportedError, text, path=ranks[0].file.path, tensor=inner[0])
     return tensors, tree.metadata()
@@ -293,9 +285,8 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
             continue
         dim = _state(placement).get("dim")
         if kind != "Shard" or type(dim) is not int or not -len(shape) <= dim < len(shape):
-            text = f"is placed as {show(kind or describe(placement))} of axis {describe(dim)}, "
-            text += "which safeload does not join"
-            raise rank.unsupported(name, text)
+            shown = show(kind or describe(placement))
+            raise rank.unsupported(name, f"is placed as {shown} of axis {describe(dim)}, which safeload does not join")
         step = -(-lengths[dim] // parts) if parts else 0
         begin = min(index * step, lengths[dim])
         offsets[dim] += begin

@@ -59,7 +59,6 @@ _COPIED_BYTES: dict[type[Any], int] = {str: 4, bytes: 4, list: 100, tuple: 100, 
 _LARGE = 1 << 16
 # Bytes of arguments, for opcodes with a case in `_run`.
 _ARGUMENT = {0x4B: 1, 0x4D: 2, 0x58: 4, 0x68: 1, 0x72: 4, 0x8C: 1}
-_CLAUSE = "the pickle references"
 # Added to the message if unknown globals are the only fault of the pickle.
 ADVICE = '; unknown_globals="inert" reads the tensors around them'
 # Maximum number of names in a message.
@@ -107,8 +106,7 @@ class LargeBytes:
         return f"<{self.size:,} bytes>"
 
     def __bytes__(self) -> bytes:
-        content: bytes = self.data[self.at : self.at + self.size]
-        return content
+        return bytes(self.data[self.at : self.at + self.size])
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -185,11 +183,9 @@ class Machine:
         self.memo: dict[int | str, Any] = {}  # values by `key`
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes."""
         raise NotImplementedError
 
     def number(self, width: int, *, signed: bool = False) -> int:
-        """Read an integer of ``width`` bytes."""
         return int.from_bytes(self.take(width), "little", signed=signed)
 
     def push(self, value: Any) -> None:
@@ -197,15 +193,12 @@ class Machine:
         self.stack.append(value)
 
     def pop(self) -> Any:
-        """Pop the top value."""
         return self.stack.pop()
 
     def top(self) -> Any:
-        """Return the top value."""
         return self.stack[-1]
 
     def pop_mark(self) -> list[Any]:
-        """Pop the values since the last mark."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
@@ -218,17 +211,13 @@ class Machine:
         return number if 0 <= number <= len(self.memo) + NEAR and text not in self.memo else text
 
 
-Opcode = Callable[[Any], object]  # of a machine
-
-
 def unknown(m: Any) -> None:
     """Refuse a byte that is not an opcode."""
     raise Fault("unknown opcode")
 
 
 def _proto(m: Any) -> None:
-    protocol = m.number(1)
-    if protocol > 5:
+    if (protocol := m.number(1)) > 5:
         raise Fault(f"protocol {protocol}, but the newest is 5", UnsupportedError)
 
 
@@ -256,7 +245,7 @@ def _obj(m: Any) -> None:
 
 # Arguments are evaluated from left to right, and keywords in the order in which they are written. Each machine ends at
 # STOP itself.
-_TABLE: dict[bytes, Opcode] = {
+_TABLE: dict[bytes, Callable[[Any], object]] = {  # of a machine
     b"\x80": _proto,
     b"\x95": lambda m: m.frame(m.number(8)),  # FRAME
     # the stack and the memo
@@ -366,21 +355,17 @@ class Builder(Machine):
     # ---- bytes ----
 
     def take(self, size: int) -> bytes:
-        at = self.at
-        self.at = at + size
+        self.at += size
         if self.at > len(self.data):
             raise IndexError
-        return self.data[at : self.at]
+        return self.data[self.at - size : self.at]
 
     def line(self, limit: int = MAX_LINE) -> bytes:
         end = self.data.find(b"\n", self.at, self.at + limit + 1)
-        if end < 0:
-            if len(self.data) - self.at > limit:
-                raise Fault(f"a line of more than {limit} bytes", LimitError)
-            self.at = len(self.data) + 1
-            raise IndexError
-        line = self.data[self.at : end]
-        self.at = end + 1
+        if end < 0 and len(self.data) - self.at > limit:
+            raise Fault(f"a line of more than {limit} bytes", LimitError)
+        line = self.take((end if end >= 0 else len(self.data) + 1) - self.at)
+        self.at += 1
         return line
 
     def name(self) -> str:
@@ -388,8 +373,7 @@ class Builder(Machine):
 
     def frame(self, size: int) -> None:  # only a hint for readers of streams
         if size > len(self.data) - self.at:
-            self.at = len(self.data) + 1
-            raise IndexError
+            self.take(size)
 
     # ---- the memo ----
 
@@ -441,8 +425,7 @@ class Builder(Machine):
         if kind is bytes and size >= _LARGE and type(self.data) is not bytes and size <= len(self.data) - at:
             self.at = at + size
             return LargeBytes(self.data, at, size)
-        data = self.take(size)
-        value = data if kind is bytes else bytearray(data)
+        value = kind(self.take(size))
         if value:
             self.places[id(value)] = at
         return value
@@ -498,15 +481,12 @@ class Builder(Machine):
         return self._global(f"{module}.{name}")
 
     def _global(self, name: str) -> Global | Foreign:
-        known = self.table.get(name)
-        if known is not None:
-            self.harmless[name] = known
-            return known
-        foreign = self.foreign.get(name)
-        if foreign is None:
+        if name in self.table:
+            return self.harmless.setdefault(name, self.table[name])
+        if name not in self.foreign:
             self.charge(len(name))  # the pickle can combine modules and names in many ways
-            foreign = self.foreign[name] = Foreign(name)
-        return foreign
+            self.foreign[name] = Foreign(name)
+        return self.foreign[name]
 
     def extension(self, number: int) -> Global | Foreign:
         return self._global(f"extension code {number} of copyreg")
@@ -579,14 +559,16 @@ def unpickle(
         cut = isinstance(error, TruncatedError)
         if complete or not cut:
             fault = ", and is cut off" if cut else f", and is malformed after that: {error}"
-            check_foreign(sorted(machine.foreign), path, inert, _CLAUSE, fault)
+            check_foreign(sorted(machine.foreign), path, inert, fault=fault)
         raise
     harmless, foreign = sorted(machine.harmless), sorted(machine.foreign)
-    check_foreign(foreign, path, inert, _CLAUSE)
+    check_foreign(foreign, path, inert)
     return Unpickled(value, machine.at, harmless, foreign, data, machine.places, base)
 
 
-def check_foreign(names: Sequence[str], path: str, inert: bool, clause: str, fault: str = "") -> None:
+def check_foreign(
+    names: Sequence[str], path: str, inert: bool, clause: str = "the pickle references", fault: str = ""
+) -> None:
     """Refuse globals outside the table, unless ``inert``; ``clause`` begins the message, ``fault`` names a fault."""
     if inert or not names:
         return
@@ -753,10 +735,9 @@ class KeyTable:
         self._used[slot] = 1
         self._hashes.append(hashed)
         count, size = len(self._hashes), len(self._used)
-        if self._is_set:
-            if count * 5 >= (size - 1) * 3:
-                self._grow(count * (2 if count > 50_000 else 4) + 1)
-        elif count >= size * 2 // 3:
+        if self._is_set and count * 5 >= (size - 1) * 3:
+            self._grow(count * (2 if count > 50_000 else 4) + 1)
+        elif not self._is_set and count >= size * 2 // 3:
             self._grow(count * 3)
 
     def _find(self, hashed: int) -> int:
@@ -764,11 +745,9 @@ class KeyTable:
         used, mask = self._used, len(self._used) - 1
         slot, rest, steps = hashed & mask, hashed, 1
         while used[slot]:
-            if self._is_set and slot + _LINEAR <= mask:
-                free = used.find(0, slot, slot + _LINEAR + 1)
-                if free >= 0:
-                    slot = free
-                    break
+            if self._is_set and slot + _LINEAR <= mask and (free := used.find(0, slot, slot + _LINEAR + 1)) >= 0:
+                slot = free
+                break
             rest >>= 5
             slot = (slot * 5 + rest + 1) & mask
             steps += 1
@@ -776,10 +755,7 @@ class KeyTable:
         return slot
 
     def _grow(self, least: int) -> None:
-        size = 8
-        while size < least:
-            size *= 2
-        self._used = used = bytearray(size)
+        self._used = used = bytearray(max(8, 1 << (least - 1).bit_length()))
         before = self._steps  # CPython compares no keys when it resizes, and at least doubles the size
         for hashed in self._hashes:
             used[self._find(hashed)] = 1

@@ -170,8 +170,7 @@ class FrameStore:
                     into = skipped[:-filled] if filled < 0 else target[filled : filled + _STEP]
                     count = own.stream.readinto(into)
                     if not count:
-                        text = f"its zstd frame ends after {own.at:,} of {self.size:,} bytes"
-                        raise FormatError(text, path, begin)
+                        raise FormatError(f"its zstd frame ends after {own.at:,} of {self.size:,} bytes", path, begin)
                     own.at += count
                 if own.at == self.size and own.stream.read(1):
                     raise FormatError(f"its zstd frame holds more than {self.size:,} bytes", path, begin)

@@ -61,13 +61,10 @@ _MAX_SOURCES = 16 << 20
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of a file."""
+    file = candidate.file
     if is_torch_legacy(candidate.head):
-        return content_of(candidate.file, request, partial(_read_legacy, candidate.file))
-    return _read_zip(candidate.archive, candidate.file, request)
-
-
-def _read_zip(archive: Archive, file: WeightFile, request: OpenRequest) -> Content:
-    """Read the table of an archive, or unpack it into a temporary file; see `read_tables`."""
+        return content_of(file, request, partial(_read_legacy, file))
+    archive = candidate.archive
     # Another program may have compressed storages of a checkpoint; torch compresses only code.
     packed = [name for name, entry in archive.entries.items() if entry.method == DEFLATED and "data/" in name]
     prefix = f"{_find_pickle(archive, file.path)[1]}data/" if packed and top_of(archive) is None else None
@@ -103,9 +100,9 @@ def read_tables(
     return content
 
 
-def read_tensors(archive: Archive, file: WeightFile, *, inert: bool) -> tuple[Unpickled, TensorPlaces]:
-    """Run the pickle of an archive; return it, and the places of its tensors."""
-    pickled, prefix = run_pickle(archive, file, inert=inert)
+def read_tensors(archive: Archive, file: WeightFile) -> tuple[Unpickled, TensorPlaces]:
+    """Run the pickle of an archive, with placeholders; return it, and the places of its tensors."""
+    pickled, prefix = run_pickle(archive, file, inert=True)
     if _is_big_endian(archive, prefix, file.path):
         raise error_about(UnsupportedError, "the tensors are big-endian", path=file.path)
     return pickled, TensorPlaces(file.path, _locator(archive, file.path, prefix))
@@ -192,8 +189,7 @@ def _is_big_endian(archive: Archive, prefix: str, path: str) -> bool:
     name = f"{prefix}byteorder"
     if name not in archive.entries:
         return False
-    size = archive.entries[name].size
-    if size > len("little"):
+    if (size := archive.entries[name].size) > len("little"):
         raise FormatError(f'byteorder has {size} bytes, expected "little" or "big"', path)
     order, begin = archive.read(name)
     if order not in (b"little", b"big"):
@@ -236,19 +232,15 @@ class Package:
         names = self._find()
         if not names:
             raise error_about(UnsupportedError, f"this is {KIND} without a pickle", path=self._path)
-        chosen = [name for name in names if root is not None and (root == name or root.startswith(f"{name}."))]
-        if chosen:
+        if chosen := [name for name in names if root is not None and (root == name or root.startswith(f"{name}."))]:
             names = chosen[:1]
             root = None if root == names[0] else (root or "")[len(names[0]) + 1 :]
         elif root is not None and len(names) > 1:
             shown = ", ".join(show(name)[1:-1] for name in names[:20]) + ", ..." * (len(names) > 20)
             text = f"no container {show(root)}; the pickles are {shown}"
             raise error_about(TensorNotFoundError, text, path=self._path)
-        pickles = {}
-        for name in names:
-            pickled = self._unpickle(name, self._persistent)
-            if pickled is not None:
-                pickles[name] = pickled
+        run = ((name, self._unpickle(name, self._persistent)) for name in names)
+        pickles = {name: pickled for name, pickled in run if pickled is not None}
         if not pickles:
             raise error_about(UnsupportedError, f"this is {KIND} without a readable pickle", path=self._path)
         parts = [*pickles.values(), *self._read_scripts()]
@@ -384,7 +376,6 @@ def pickle_at(
 
 
 def _read_legacy(file: WeightFile, request: OpenRequest) -> Content:
-    """Run the pickles of a file."""
     pickled, begins = _parse(file, request.inert)
 
     def locate(storage: Storage) -> int:

@@ -71,21 +71,18 @@ class PickledTensor:
 
 def _arity(args: tuple[Any, ...], low: int, high: int, function: str) -> None:
     if not low <= len(args) <= high:
-        expected = str(low) if low == high else f"{low} to {high}"
-        raise Fault(f"{function} takes {expected} arguments, got {len(args)}")
+        raise Fault(f"{function} takes {low if low == high else f'{low} to {high}'} arguments, got {len(args)}")
 
 
 def _ordered_dict(args: tuple[Any, ...]) -> Any:
     """Make an empty dict, or a dict of a list of pairs (Python 2)."""
     items: dict[Any, Any] = {}
-    if not args:
+    if not args:  # as for each tensor
         return items
     _arity(args, 0, 1, "OrderedDict")
-    pairs = args[0]
-    if type(pairs) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in pairs):
+    if type(args[0]) not in (list, tuple) or any(type(p) not in (list, tuple) or len(p) != 2 for p in args[0]):
         raise Fault("OrderedDict takes a list of pairs")
-    if pairs:
-        put_items(items, [x for pair in pairs for x in pair], {})
+    put_items(items, [x for pair in args[0] for x in pair], {})
     return items
 
 
@@ -281,16 +278,17 @@ _NUMPY_TYPES = (
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class NumpyDtype(Built):
     """A dtype of NumPy."""
 
-    __slots__ = ("big_endian", "itemsize", "name", "row")
+    name: str  # as NumPy prints it
+    row: dtypes.Dtype | None  # of the table of dtypes; None for dtypes that weights do not have
+    big_endian: bool = False
 
-    def __init__(self, name: str, row: dtypes.Dtype | None, *, big_endian: bool = False) -> None:
-        self.name = name  # as NumPy prints it
-        self.row = row  # of the table of dtypes; None for dtypes that weights do not have
-        self.big_endian = big_endian
-        self.itemsize = row.bits // 8 if row is not None else 0
+    @property
+    def itemsize(self) -> int:
+        return self.row.bits // 8 if self.row is not None else 0
 
     def build(self, state: Any) -> None:
         """Set a state of (version, order, subarray, names, fields, size, alignment, flags)."""
@@ -352,8 +350,7 @@ class NumpyArray(Built):
             shape = tuple(shape[axis] for axis in axes)
         elif order == "F":
             self.order = tuple(range(len(shape)))[::-1]
-        expected = prod(shape) * dtype.itemsize
-        if len(raw) != expected:
+        if (expected := prod(shape) * dtype.itemsize) != len(raw):
             raise Fault(f"an array {list(shape)} of {dtype.name} needs {expected} bytes, but has {len(raw)}")
         self.shape, self.raw = shape, raw
 
@@ -363,8 +360,7 @@ def _kind(value: Any) -> str:
 
 
 def _dtype(args: tuple[Any, ...]) -> Any:
-    if not 1 <= len(args) <= 3:
-        raise Fault(f"numpy.dtype takes 1 to 3 arguments, got {len(args)}")
+    _arity(args, 1, 3, "numpy.dtype")
     spec = args[0]
     if type(spec) is Global and spec.kind == TYPE:
         name = spec.name.rpartition(".")[2].rstrip("_")
@@ -381,17 +377,15 @@ def _dtype(args: tuple[Any, ...]) -> Any:
     name = "bool" if kind in "b?" and size in ("", "1") else "Python objects" if kind == "O" else ""
     if kind in _NAMES and size:
         name = _NAMES[kind].format(8 * int(size))
-    row = dtypes.BY_NAME.get(name)
-    return NumpyDtype(name or spec, row, big_endian=order == ">")
+    return NumpyDtype(name or spec, dtypes.BY_NAME.get(name), big_endian=order == ">")
 
 
 def _reconstruct(args: tuple[Any, ...]) -> Any:
-    if len(args) != 3:
-        raise Fault(f"_reconstruct takes 3 arguments, got {len(args)}")
-    if type(args[0]) is Global and args[0].kind == ARRAY:
-        return NumpyArray()
+    _arity(args, 3, 3, "_reconstruct")
     if type(args[0]) is Global:
-        raise Fault(f"_reconstruct takes a class of arrays, got {describe(args[0])}")
+        if args[0].kind != ARRAY:
+            raise Fault(f"_reconstruct takes a class of arrays, got {describe(args[0])}")
+        return NumpyArray()
     return Inert(args[0].name if type(args[0]) in (Foreign, Inert, NumpyDtype) else "numpy.ndarray", args)
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from itertools import islice
 from math import prod
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...core import dtypes
 from ...core.arrays import MAX_ARRAY, array_fits, c_strides
@@ -60,11 +60,8 @@ _SHOWN, _LISTED = 200, 20
 
 # Parts of a name: the state that BUILD set on an inert object, and the arguments of its constructor.
 STATE, ARGS = "<state>", "<args>"
-# Stands for a container that contains itself.
-CYCLE = "<cycle>"
 # The parts of a pickled `torch.nn.Module` with tensors of its `state_dict`, in this order.
 _MODULE = ("_parameters", "_buffers", "_modules")
-_TRANSIENT = "_non_persistent_buffers_set"
 # Classes of TorchScript.
 SCRIPT = "__torch__."
 # What `torch.compile` makes of a module, and the name of that module inside.
@@ -129,12 +126,8 @@ class Tree:
             (min(MAX_TENSORS, _TENSORS_FREE + size // BYTES_A_TENSOR), "names of tensors"),
             (min(MAX_NAME_TEXT, NAME_TEXT_FREE + size * MAX_NAME_TEXT_A_BYTE), "characters in the names of tensors"),
         )
-        if type(value) in _CONTAINERS:
-            self._walk(value)
-
-    def _walk(self, root: Any) -> None:
-        nodes, above = self._nodes, {id(root)}
-        waiting = [self._begin(root)]
+        nodes, above = self._nodes, {id(value)}
+        waiting = [self._begin(value)] if type(value) in _CONTAINERS else []
         while waiting:
             node, links, rest = waiting[-1]
             for _, child in rest:
@@ -220,10 +213,9 @@ class Tree:
         """Return the metadata for a leaf other than a tensor, made once per object."""
         if type(value) in _SCALARS:
             return value
-        leaf = self._leaves.get(id(value), _NOTHING)
-        if leaf is _NOTHING:
-            leaf = self._leaves[id(value)] = _describe(value)
-        return leaf
+        if id(value) not in self._leaves:
+            self._leaves[id(value)] = _describe(value)
+        return self._leaves[id(value)]
 
     def _plain(self, node: _Node, links: list[Link]) -> Any:
         """Return a container without its tensors, or the container itself if it holds none."""
@@ -262,10 +254,9 @@ class Tree:
             return _NOTHING
         if type(item) not in _CONTAINERS:
             return self._leaf(item)
-        node = self._nodes.get(id(item))
-        if node is not None:
+        if (node := self._nodes.get(id(item))) is not None:
             return node.plain
-        return item if _is_flat(item) else CYCLE
+        return item if _is_flat(item) else "<cycle>"  # a container that contains itself
 
     def metadata(self, root: Any = None) -> dict[Any, Any]:
         """Return everything below a value except tensors, nested as in the pickle; sequence indexes become keys."""
@@ -315,10 +306,8 @@ class Tree:
         start = self._root if root is None else root
         if type(start) in TENSORS:
             yield "tensor", start
-        if id(start) not in self._nodes:
-            return
         steps: list[str] = []  # not whole prefixes: a key can be as long as all names may be
-        waiting = [iter(self._nodes[id(start)].links)]
+        waiting = [iter(self._nodes[id(start)].links)] if id(start) in self._nodes else []
         while waiting:
             for step, child in waiting[-1]:
                 if type(child) in TENSORS:
@@ -336,11 +325,9 @@ class Tree:
 def _is_flat(value: Any) -> bool:
     """Return True if a container is small and holds only scalars, and needs no node."""
     kind = type(value)
-    if kind is Inert or len(value) > _FLAT or _text_size(value) > _LONG:
+    if kind is Inert or kind is frozenset or len(value) > _FLAT or _text_size(value) > _LONG:
         return False
-    if kind is dict and not _SCALARS.issuperset(map(type, value.values())):
-        return False
-    return kind is not frozenset and _SCALARS.issuperset(map(type, value))
+    return _SCALARS.issuperset(map(type, (*value, *value.values()) if kind is dict else value))
 
 
 def _text_size(value: Any) -> int:
@@ -352,17 +339,14 @@ def _text_size(value: Any) -> int:
 
 def _links(value: Any) -> list[Link]:
     """Return the steps from a container to its values, without scalars."""
-    kind = type(value)
-    if kind is dict:
-        return [(key, _linked(item)) for key, item in value.items() if type(item) not in _SCALARS]
-    if kind is Inert:
-        links = [(key, _linked(item)) for key, item in value.items.items() if type(item) not in _SCALARS]
-        if value.args:
-            links.insert(0, (ARGS, value.args))
-        if value.state is not None:
-            links.append((STATE, value.state))
-        return links
-    return [(k, _linked(item)) for k, item in enumerate(value) if type(item) not in _SCALARS]
+    holder = value.items if type(value) is Inert else value
+    pairs = holder.items() if type(holder) is dict else enumerate(holder)
+    links = [(step, _linked(item)) for step, item in pairs if type(item) not in _SCALARS]
+    if type(value) is Inert and value.args:
+        links.insert(0, (ARGS, value.args))
+    if type(value) is Inert and value.state is not None:
+        links.append((STATE, value.state))
+    return links
 
 
 def _linked(item: Any) -> Any:
@@ -375,9 +359,8 @@ def _linked(item: Any) -> Any:
 
 def _holds_storage(value: Inert) -> bool:
     """Return True if the arguments of a call, or the arguments within them, begin with a storage."""
-    args: list[Any] = list(value.args[:_FIRST_ARGS])
-    args += [inner for arg in args if type(arg) is tuple for inner in arg[:_FIRST_ARGS]]
-    return any(type(arg) is Storage for arg in args)
+    args = value.args[:_FIRST_ARGS]
+    return any(type(arg) is Storage for group in (args, *args) if type(group) is tuple for arg in group[:_FIRST_ARGS])
 
 
 def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
@@ -400,7 +383,7 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
         parts: list[Any] = [state.get(key) for key in _MODULE]
         if any(type(part) is not dict for part in parts):
             return False
-        transient: Any = state.get(_TRANSIENT)
+        transient: Any = state.get("_non_persistent_buffers_set")
         hidden = transient if type(transient) in (set, frozenset) else ()
         parts[1] = {key: item for key, item in parts[1].items() if key not in hidden}
         entries = {key: item for part in parts for key, item in part.items() if item is not None}
@@ -426,9 +409,7 @@ def _describe(value: Any) -> Any:
         return f"<storage {key} of {value.count} elements of {value.type.name}>"
     if kind is Global or kind is NumpyDtype:
         return value.name
-    if kind is Foreign or kind is Inert:
-        return f"<global {value.name}>"
-    return f"<{kind.__name__.lower()}>"
+    return f"<global {value.name}>" if kind is Foreign or kind is Inert else f"<{kind.__name__.lower()}>"
 
 
 # ---- the table ----
@@ -482,25 +463,21 @@ def make_tables(
             listings[name] = listing._replace(name=name)
         else:
             listings[name] = by_id[id(tensor)] = tensors.place(name, tensor)
-    outside = dict.fromkeys(tree.outside(by_id))
-    if outside:
+    if outside := dict.fromkeys(tree.outside(by_id)):
         shown = f"{plural(len(outside), 'tensor')} that the state dict of its module does not have"
         notes.append(f"left out: {shown}, such as {show(next(iter(outside)))}")
     named_globals = dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
     in_file = [listing for listing in listings.values() if listing is not None]
     file.table = ListedTable(in_file, tree.metadata(root), big_endian=big_endian, named_globals=named_globals)
-    beside = arrays.beside()
-    if beside is not None:
-        beside.stand_for(file)
-    return Content(file, () if beside is None else (beside,), list(listings), notes)
+    return Content(file, arrays.beside(file), list(listings), notes)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class TensorPlaces:
     """The places of a pickle's tensors in their storages."""
 
-    def __init__(self, path: str, locate: Callable[[Storage], int]) -> None:
-        self._path = path
-        self._storage_begin = locate
+    _path: str
+    _storage_begin: Callable[[Storage], int]
 
     def place(self, name: str, tensor: PickledTensor) -> Listing:
         """Check a tensor against its storage and describe it."""
@@ -530,9 +507,8 @@ class TensorPlaces:
         if len(shape) != len(strides) or len(shape) > MAX_RANK:
             text = f"{len(shape)} axes and {len(strides)} strides; expected equal numbers of at most {MAX_RANK}"
             raise self._refusal(name, text)
-        begin = self._locate(name, storage)
         first, size = (0, storage.nbytes) if storage.part is None else (x * storage.type.itemsize for x in storage.part)
-        begin += first
+        begin = self._locate(name, storage) + first
         if not array_fits(shape, itemsize):
             raise self._refusal(name, f"shape {list(shape)} needs more bytes than any memory has")
         if 0 in shape:
@@ -542,8 +518,7 @@ class TensorPlaces:
             text = f"shape {list(shape)} with strides {list(strides)} from element {offset} uses "
             text += f"{(last + 1) * itemsize} bytes of storage {show(storage.key)}, which has {size}"
             raise self._refusal(name, text)
-        full = prod(shape) * itemsize
-        if full > max(size, MAX_REPEATED):
+        if (full := prod(shape) * itemsize) > max(size, MAX_REPEATED):
             text = f": shape {list(shape)} repeats {size} bytes to {full}, the limit is {MAX_REPEATED}"
             raise error_about(LimitError, text, path=self._path, tensor=name)
         steps = tuple(stride * itemsize for stride in strides)
@@ -625,8 +600,8 @@ class ArrayPlaces:
         self._pickled = pickled
         self._path = path
         self._big_endian = big_endian  # byte order of the file's other tensors
-        self._chunks: list[bytes] = []
-        self._size = 64  # leading zeros: the temporary file must not look like another format
+        self._chunks = [bytes(64)]  # zeros at first: the temporary file must not look like another format
+        self._size = 64
         self._begins: dict[tuple[int, int], int] = {}
         self.listings: list[Listing] = []  # of the temporary file
 
@@ -638,8 +613,7 @@ class ArrayPlaces:
             is_tensor = _TEXTS.fullmatch(label) is None
             return unreadable(name, label, array.shape, "is not a dtype of weights", is_tensor=is_tensor)
         if not array_fits(array.shape, dtype.itemsize):
-            text = "elements need more bytes than any memory has"
-            return unreadable(name, dtype.name, array.shape, text)
+            return unreadable(name, dtype.name, array.shape, "elements need more bytes than any memory has")
         strides = None if array.order is None else _strides(array, dtype.itemsize)
         swapped = dtype.itemsize > 1 and len(array.raw) > 0
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
@@ -658,17 +632,14 @@ class ArrayPlaces:
             return base
         if type(raw) is LargeBytes:
             return base + raw.at
-        at = self._pickled.places.get(id(raw))
-        if at is None or self._pickled.data[at : at + len(raw)] != raw:  # the id may have been reused
-            return None
-        return base + at
+        at = self._pickled.places.get(id(raw))  # which may have been reused
+        return None if at is None or self._pickled.data[at : at + len(raw)] != raw else base + at
 
     def put(self, raw: bytes | bytearray | LargeBytes, width: int) -> int:
         """Add bytes to the temporary file, once, and return their offset; numbers of ``width`` bytes are swapped."""
         key = (id(raw), width)
-        begin = self._begins.get(key)
-        if begin is None:
-            begin = self._begins[key] = self._size
+        if key not in self._begins:
+            self._begins[key] = self._size
             data = bytes(raw)
             if width > 1:
                 import numpy as np
@@ -676,20 +647,16 @@ class ArrayPlaces:
                 data = np.frombuffer(data, f">u{width}").astype(f"<u{width}").tobytes()
             self._chunks += (data, bytes(-len(data) % 64))
             self._size += len(data) + -len(data) % 64
-        return begin
+        return self._begins[key]
 
-    def beside(self) -> WeightFile | None:
-        """Return the temporary file with its table; None if no array needs it."""
+    def beside(self, origin: WeightFile) -> list[WeightFile]:
+        """Return the temporary file with its table, beside the file of the pickle, if any array needs it."""
         if not self.listings:
-            return None
-
-        def write(out: BinaryIO, path: str) -> None:
-            out.write(bytes(64))
-            out.writelines(self._chunks)
-
-        file = open_temporary("safeload-pickle-", write, shown=self._path)
+            return []
+        file = open_temporary("safeload-pickle-", lambda out, _: out.writelines(self._chunks), shown=self._path)
         file.table = ListedTable(self.listings)
-        return file
+        file.stand_for(origin)
+        return [file]
 
 
 def _strides(array: NumpyArray, itemsize: int) -> tuple[int, ...] | None:
