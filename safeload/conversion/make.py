@@ -265,8 +265,8 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = map(dtypes.of_number, divmod(pair, 256))
-        converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
-        if row is not to and not (converts and row.converts_to(to)):
+        converts = row is to or (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
+        if not (converts and (row is to or row.converts_to(to))):
             return None
     for to in map(dtypes.of_number, set(targets.tolist())):
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
