@@ -21,10 +21,9 @@ import numpy as np
 from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, not_an_array
 from ..core.cast import astype
-from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
+from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, tensors_of, with_aliases
 from ..core.files import Located, Location
 from ..core.forking import cached_property
-from ..core.memory import Backend
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import open_paths
@@ -41,7 +40,6 @@ from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in
 from ..quant import finder
 from ..quant.families import Stored
-from ..quant.finder import Codes
 from ..quant.quantization import Quantization, quantization_of
 from ..remote.places import is_file_object, is_located
 
@@ -113,7 +111,7 @@ class Made(NamedTuple):
 class TensorPlace(NamedTuple):
     """The origin of a tensor, and its file."""
 
-    origin: Checkpoint | Mapping[str, Any]
+    origin: Any  # a checkpoint or a mapping, which has no file
     file: WeightFile | None = None  # None for a dict
     number: int = 0  # index in the table of the file
 
@@ -131,7 +129,7 @@ class Catalog:
         self,
         origins: Sequence[Checkpoint | Mapping[str, Any]],
         mapped: bool = True,  # False to read packed tensors even if they stay packed, instead of mapping their files
-        names: Collection[str] | None = None,  # to include from a single checkpoint
+        names: Collection[str] | None = None,  # distinct, of a single checkpoint: the rest of its files is not decoded
     ) -> None:
         self._origins = tuple(origins)
         self.mapped = mapped
@@ -144,18 +142,17 @@ class Catalog:
         self.ignored: dict[str, Part] = {}
         formats: set[str | None] = set()
         for origin in origins:
-            if not isinstance(origin, Checkpoint):
-                formats.add(None)
+            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
+            if isinstance(origin, Checkpoint):
+                self.checkpoints.append(origin)
+                self.files += origin.files
+                self.weight_files += origin.weight_files
+                self.ignored.update(origin.ignored)
+                if not self.config and origin.config is not None:
+                    self.config = origin.config
+            else:
                 for name in origin:
                     check_name(name)
-                continue
-            self.checkpoints.append(origin)
-            self.files += origin.files
-            self.weight_files += origin.weight_files
-            self.ignored.update(origin.ignored)
-            formats.add(origin.format)
-            if not self.config and origin.config is not None:
-                self.config = origin.config
         title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
         self.title = title if len(origins) == 1 else f"{title} and {len(origins) - 1} more"  # for messages
         self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats
@@ -206,14 +203,6 @@ class Catalog:
             catalog._owned = stack.pop_all()
         return catalog
 
-    def as_stored(self) -> Catalog:
-        """Return a catalog of a single checkpoint that shows the tensors as its files store them; it closes both."""
-        checkpoint = opened_as_stored(self.checkpoints[0])
-        catalog = Catalog([checkpoint], self.mapped)
-        catalog._owned.push(self)
-        catalog._owned.enter_context(checkpoint)
-        return catalog
-
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
         """Return a catalog with tensors under second names, the keys of ``aliases``."""
         origins: list[Checkpoint | Mapping[str, Any]] = []
@@ -224,10 +213,6 @@ class Catalog:
             else:
                 origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
         return Catalog(origins, self.mapped)
-
-    def among(self, names: Collection[str]) -> Catalog:
-        """Return a catalog with distinct ``names`` of a checkpoint, so that the rest of its files is not decoded."""
-        return Catalog(self._origins, self.mapped, names)
 
     def __enter__(self) -> Catalog:
         return self
@@ -287,7 +272,7 @@ class Catalog:
 
     def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
         """Return tensors if all are plain tensors of checkpoints, or ``blocks`` of known types; else None."""
-        if self.in_memory or not self.checkpoints or self.ignored:
+        if self.in_memory or not self.checkpoints or self.ignored or self.makes:
             return None
         readable = not self.weight_files
         for table in map(attrgetter("table"), self.weight_files):
@@ -305,7 +290,6 @@ class Catalog:
             return tensors if (tensors.whole if blocks else tensors.plain) else None
 
     def place(self, name: str) -> TensorPlace:
-        """Return the place of a tensor."""
         return self._places[name]
 
     def check(self, names: Iterable[str]) -> None:
@@ -384,9 +368,8 @@ class Catalog:
         """Return the unreadable entries by name."""
         if not any(file.table.unknown for file in self.weight_files):
             return {}
-        tables = ((name, file.table, index) for name, file, index in self.entries())
-        entries = ((name, table.unknown.get(table.names[index])) for name, table, index in tables if table.unknown)
-        return {name: entry for name, entry in entries if entry is not None}
+        places = ((name, file.table.unknown, file.table.names[k]) for name, file, k in self.entries())
+        return {name: unknown[stored] for name, unknown, stored in places if stored in unknown}
 
     def made(self, name: str) -> Made | None:
         """Return how a tensor is made, or None if its values are those of a file or of a dict."""
@@ -405,11 +388,10 @@ class Catalog:
             computed.fill(row, out, threads)
             return out
         origin, file, index = self._places[name]
-        if isinstance(origin, Checkpoint) and file is not None:
+        if file is not None:
             # If a tensor stays packed it is mapped, because its codes are read only once.
             reads = dtype is not None or file.table.packed.get(index) is None or not self.mapped
-            backend: Backend = "pread" if reads else "mmap"
-            return origin.load([name], dtype=dtype, backend=backend, threads=threads)[name]
+            return origin.load([name], dtype=dtype, backend="pread" if reads else "mmap", threads=threads)[name]
         value = origin[name]
         return value if isinstance(value, QuantizedTensor) else as_array(value, name)
 
@@ -450,21 +432,15 @@ class Catalog:
         if self.made(name) is not None:
             return None
         origin, file, index = self._places[name]
+        value = origin[name] if file is None else None
+        packed = value.restoring() if isinstance(value, QuantizedTensor) else None
+        source = self.restoring(name) if packed is None else of_packed(name, *packed)
+        if source is not None:  # codes must be in the order of their values
+            return source if source.in_order else None
         if file is not None:
-            restoring = self.restoring(name)
-            if restoring is not None:
-                return restoring if restoring.in_order else None
             return in_file(origin, name, file, index)
-        value, about = origin[name], self.about(name)
-        if isinstance(value, QuantizedTensor):
-            packed = value.restoring()
-            if packed is not None:
-                source = of_packed(name, *packed)
-                return source if source.in_order else None
-            data = value.data
-        else:
-            data = as_array(value, name)
-        # Elements must be whole bytes, and in C order; codes in the order of their values.
+        data, about = value.data if isinstance(value, QuantizedTensor) else as_array(value, name), self.about(name)
+        # Elements must be whole bytes, and in C order.
         if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
             return None
         return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
@@ -497,11 +473,11 @@ class Catalog:
     # ---- codes ----
 
     @cached_property
-    def codes(self) -> Mapping[str, Codes]:
+    def codes(self) -> Mapping[str, finder.Codes]:
         """The tensors with codes: values without meaning unless they are scaled."""
         return self.find_codes(quantization_of(self.config) if self._single is None else None)
 
-    def find_codes(self, quantization: Quantization | None) -> Mapping[str, Codes]:
+    def find_codes(self, quantization: Quantization | None) -> Mapping[str, finder.Codes]:
         """Return `codes`; ``quantization`` applies to origins without a configuration."""
         if self._single is not None:
             return codes_of(self._single)
@@ -646,9 +622,6 @@ class RestructuredCatalog(Catalog):
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes
 
-    def plain(self, names: Collection[str] | None = None, *, blocks: bool = False) -> Tensors | None:
-        return None
-
     def place(self, name: str) -> TensorPlace:
         source = self.recipes[name].renamed
         return TensorPlace({}) if source is None else self.base.place(source)
@@ -705,11 +678,6 @@ class RestructuredCatalog(Catalog):
         for source in self.sources_of(name):
             self.base.check_kept(source)
 
-    def array(self, name: str, threads: int | None = None) -> Array:
-        recipe = self.recipes[name]
-        whole = super().array(name, threads) if recipe.renamed is None else self.base.array(recipe.renamed, threads)
-        return whole.reshape(recipe.shape)
-
     def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
         recipe = self.recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
@@ -750,8 +718,7 @@ class RestructuredCatalog(Catalog):
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
         place, about = self.base.place(name), self.base.about(name)
         if item is not None and place.file is not None and not about.packed and self.base.made(name) is None:
-            owner: Any = place.origin  # tensors of a dict have no file
-            array: Array = owner.take(name, [item], row.name)[0]  # reads the item only
+            array: Array = place.origin.take(name, [item], row.name)[0]  # reads the item only
             return array
         if self._whole is None or self._whole[:2] != (name, row.code):
             self._whole = None  # frees its memory first

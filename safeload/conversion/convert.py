@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from ..core.files import LOCAL
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
 from ..core.paths import PathLike
-from ..core.progress import SILENT, Progress, reporter
+from ..core.progress import Meter, Progress
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
 from ..core.runtime import paused, warning
 from ..core.signature import Signature, Verify
@@ -29,7 +29,7 @@ from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, SaveDestination
 from .executors import Executor, check_executor
-from .make import Outputs, weight_map
+from .make import Outputs
 from .rules import ConvertScheme, Keep
 from .sink import Sink, free_names
 
@@ -178,33 +178,33 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
-    given, keys = locals(), ConvertOptions.__annotations__
-    options = cast("ConvertOptions", dict(zip(keys, map(given.__getitem__, keys), strict=True)))
+    given, keys, place = locals(), ConvertOptions.__annotations__, cast("Destination", dst)
+    options: Any = dict(zip(keys, map(given.__getitem__, keys), strict=True))
     try:
         check_threads(threads)
         if verify is not None and verify is not False:
             for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-        started, path = time.perf_counter(), cast("Destination", dst)
+        started = time.perf_counter()
         others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
         if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
                 )
-            file, name, written = destinations.ObjectFile(dst), f"<{type(dst).__name__}>", format or SAFETENSORS
-            options["format"] = cast("WrittenName", written)
-            with file.staging(f"converted{next(iter(written_suffixes(written)), '')}") as temporary:
+            options["format"], name = format or SAFETENSORS, f"<{type(dst).__name__}>"
+            suffix = next(iter(written_suffixes(options["format"])), "")
+            with destinations.ObjectFile(dst).staging(f"converted{suffix}") as temporary:
                 report = _at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, decide.request_of(path, options, **others))
+            report = _at_once(src, decide.request_of(place, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            report = convert_in_pieces(src, decide.request_of(path, options, resume=resume, **others), executor)
+            report = convert_in_pieces(src, decide.request_of(place, options, resume=resume, **others), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -241,25 +241,20 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if old:
             read = [file.path for file in catalog.weight_files]
             destinations.check_shards(old, read, every_tensor=request.every_tensor)
-        outputs, path, done = decide.prepare(stack, catalog, request), request.path, 0
-        with reporter(request.progress, outputs.nbytes) if request.progress else SILENT as report:
-
-            def written(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                report(done)
-
-            if folder is not None:
-                files, nbytes = _write_folder(outputs, request, folder, written)
-                destinations.warn_of_schemes(path, outputs.schemes)
-            elif request.place.files.remote:
-                store, name = destinations.file_in_store(request.place, overwrite=overwrite)
-                with store.staging(name) as staged:
-                    files, nbytes = [path], outputs.write_file(staged, False, written)
-            else:
-                files, nbytes = [path], outputs.write_file(path, overwrite, written)
-                if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
-                    _warn_of_old_config(outputs, path)
+        outputs, path = decide.prepare(stack, catalog, request), request.path
+        total = outputs.nbytes if request.progress else 0
+        files, meter = [path], stack.enter_context(closing(Meter(request.progress, total)))
+        if folder is not None:
+            files, nbytes = _write_folder(outputs, request, folder, meter.add)
+            destinations.warn_of_schemes(path, outputs.schemes)
+        elif request.place.files.remote:
+            store, name = destinations.file_in_store(request.place, overwrite=overwrite)
+            with store.staging(name) as staged:
+                nbytes = outputs.write_file(staged, False, meter.add)
+        else:
+            nbytes = outputs.write_file(path, overwrite, meter.add)
+            if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
+                _warn_of_old_config(outputs, path)
     if old:
         destinations.remove_shards(old)  # after the sources are closed
     count, summary = outputs.tensor_count, outputs.summary
@@ -287,7 +282,8 @@ def _write_folder(
         shards = {names[file]: shard for file, shard in shards.items()}
         files = dict(outputs.files)
         if parameters is not None or [*shards] != [SINGLE]:
-            files[INDEX] = destinations.index_text(weight_map(shards), outputs.nbytes, parameters)
+            stored = destinations.weight_map({file: shard.stored for file, shard in shards.items()})
+            files[INDEX] = destinations.index_text(stored, outputs.nbytes, parameters)
         config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = destinations.write_shards(writers, files, folder, overwrite=request.overwrite, config=config)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from ..core import dtypes, registry
 from ..core.arrays import check_mapping
-from ..core.checkpoint import file_notes_of
+from ..core.checkpoint import file_notes_of, opened_as_stored
 from ..core.files import Location
 from ..core.load import parse_target
 from ..core.metadata import as_texts
@@ -62,6 +62,11 @@ from .sink import Sink
 _EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
+# Options that need ``quantize``.
+_OF_QUANTIZE = {
+    "keep": "selects tensors that quantize= leaves unquantized",
+    "imatrix": "has the importance of columns for quantize=",
+}
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -130,19 +135,17 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
             raise ValueError("ignore= is another name of keep=: pass one of them")
         options["keep"], options["ignore"] = options["ignore"], None
     target = parse_target(options["dtype"])
-    if options["keep"] is not None and options["quantize"] is None:
-        raise ValueError("keep= selects tensors that quantize= leaves unquantized: pass quantize= too")
-    if options["imatrix"] is not None and options["quantize"] is None:
-        raise ValueError("imatrix= has the importance of columns for quantize=: pass quantize= too")
+    for key, about in _OF_QUANTIZE.items():
+        if options[key] is not None and options["quantize"] is None:
+            raise ValueError(f"{key}= {about}: pass quantize= too")
     place, max_shard_size = where(dst, options["storage_options"]), options["max_shard_size"]
     path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options["format"])
     format = _format_of(place, path, options, in_folder=in_folder)
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
+    check_writable(place)
     folder = sink_of(place) if in_folder else None
-    if folder is None:
-        check_writable(place)
     limit, preset = limit_of(max_shard_size), None if options["quantize"] is None else preset_of(options["quantize"])
     if preset is not None:
         name, engine = preset.name, preset.engine
@@ -212,14 +215,10 @@ def open_sources(stack: ExitStack, src: Given | Sequence[Given], request: Conver
     # An engine needs a whole model, unless options ask for single tensors.
     whole = not request.by_name if request.preset else format == "gguf" and not raw and not request.selecting
     if single and (format == "gguf" or raw) and is_rearranged(catalog.metadata):
-        catalog = catalog.as_stored()  # with the rows and the keys of the file
-        stack.push(catalog)
+        # With the rows and the keys of the file.
+        catalog = Catalog([stack.enter_context(opened_as_stored(catalog.checkpoints[0]))])
     elif whole and len(sources) == 1 and is_path(sources[0]):
-        model = _model_of_file(catalog, request)
-        if model is not None:
-            with catalog:
-                catalog = model
-            stack.push(catalog)
+        catalog = stack.enter_context(_model_of_file(catalog, request))
     checkpoints, target = catalog.checkpoints, request.target
     for path, kind in refuse_adapters(zip(map(attrgetter("path"), checkpoints), checkpoints, strict=True)):
         if request.options["adapters"] is None:
@@ -236,14 +235,14 @@ def open_sources(stack: ExitStack, src: Given | Sequence[Given], request: Conver
     return catalog
 
 
-def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog | None:
-    """Return the open folder of a file, if the folder is a supported model in this file alone; else None.
+def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
+    """Return the open folder in place of a file, if the folder is a supported model in this file alone.
 
     The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
     """
     alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
     if not alone or catalog.format == "gguf":
-        return None
+        return catalog
     from .llama_cpp.gguf_models import source_of  # only here: most results need no model
 
     file = catalog.weight_files[0]
@@ -251,25 +250,24 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog | None:
     try:
         config = read_config(parent, file.files)
         if config is None:
-            return None
+            return catalog
         if request.preset is not None:
             known = config.get("model_type") in engine_model_types()
             supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
         else:
             supported = source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
         if not supported:  # by the engine, or the tensors cannot be those of such a model
-            return None
+            return catalog
         place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
         folder = Catalog.of(place, request.options["storage_options"], request.verify)
-        if [other.place for other in folder.weight_files] == [file.place]:
-            return folder
-        with folder:
-            return None  # its model is another one
+        same = [other.place for other in folder.weight_files] == [file.place]  # else it has another model
+        with catalog if same else folder:
+            return folder if same else catalog
     except VerificationError:
         raise
     except (SafeloadError, OSError) as error:
         debug("%s: not the model of its folder: %s", file.path, error)
-        return None
+        return catalog
 
 
 _MOST_ROOTS = 3  # containers in a warning
@@ -308,9 +306,8 @@ def is_restored(catalog: Catalog, request: ConvertRequest) -> bool:
     """Return True if a GGUF model becomes a folder for transformers, or a diffusion model in any other format."""
     if request.format == "gguf" or request.options["raw"] or catalog.format != "gguf":
         return False
-    if model_of(catalog.metadata) is not None:
-        return True
-    return request.folder is not None and isinstance(catalog.metadata.get(ARCHITECTURE), str)
+    for_transformers = request.folder is not None and isinstance(catalog.metadata.get(ARCHITECTURE), str)
+    return for_transformers or model_of(catalog.metadata) is not None
 
 
 def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]:
@@ -319,19 +316,15 @@ def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]
     if not update:
         return catalog.metadata
     check_mapping(update, "metadata", "str to str")
-    metadata = dict(catalog.metadata)
     for key, value in update.items():
         if not isinstance(key, str):
             raise TypeError(f"metadata: keys must be str, got {show(key)}")
-        if value is None:
-            metadata.pop(key, None)
-        elif not row_of(format).metadata:
+        if value is not None and not row_of(format).metadata:
             raise ValueError(f"{format} files have no metadata, but metadata= has {show(key)}")
-        elif not as_texts({key: value}):
+        if value is not None and not as_texts({key: value}):
             raise TypeError(f"metadata: {format} cannot store {show(key)} of type {type(value).__name__}")
-        else:
-            metadata[key] = value
-    return metadata
+    metadata = {**catalog.metadata, **update}
+    return {key: value for key, value in metadata.items() if key not in update or value is not None}
 
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -437,35 +430,31 @@ def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> t
 
 def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     """Return the tensors that an engine needs, if the result is the file of an engine."""
-    options, preset = request.options, request.preset
-    if preset is not None and not is_restored(catalog, request):
+    preset, target, restored = request.preset, request.target, is_restored(catalog, request)
+    if preset is not None and not restored:
         return catalog if request.by_name else arranged(catalog, preset)
-    if options["raw"] or (request.format != "gguf" and not is_restored(catalog, request)):
+    if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
     # Only here: most results need no architecture.
     from .llama_cpp.gguf_models import from_comfyui, from_llama_cpp, recognized, source_of, to_comfyui, to_llama_cpp
 
-    diffusion = None
-    if request.format != "gguf" and model_of(catalog.metadata) is not None:
+    if restored and model_of(catalog.metadata) is not None:
         return from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
-    if request.format == "gguf" and source_of(catalog.config) is None:
-        diffusion = recognized(catalog)
-        if diffusion is None:
-            return catalog
+    unnamed = not restored and source_of(catalog.config) is None
+    diffusion = recognized(catalog) if unnamed else None
+    if unnamed and diffusion is None:
+        return catalog
     if request.selecting:
         raise ValueError(
             f"{request.selecting[0]}= would leave no complete model: pass raw=True to write single tensors"
         )
-    target = request.target
-    if request.format == "gguf" and target is not None and target.code not in _LLAMA_CPP_DTYPES:
+    if restored:
+        model = from_llama_cpp(catalog)
+        return model if preset is None else arranged(model, preset)
+    if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
-    if diffusion is not None:
-        return to_comfyui(catalog, diffusion)
-    if request.format == "gguf":
-        return to_llama_cpp(catalog)
-    model = from_llama_cpp(catalog)
-    return model if preset is None else arranged(model, preset)
+    return to_llama_cpp(catalog) if diffusion is None else to_comfyui(catalog, diffusion)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
@@ -543,9 +532,8 @@ class Decider:
                 model = format == "gguf" and not options["raw"]
                 rules = rules_for(catalog, options["quantize"], options["keep"], self._matrix, model=model)
                 if isinstance(rules, FileTypeRules) and options["layout"] is not None:
-                    file_type = rules.file_type
-                    text = f"layout= has no llama.cpp names, which file type {file_type} needs: pass raw=True"
-                    raise ValueError(text)
+                    needs = f"which file type {rules.file_type} needs"
+                    raise ValueError(f"layout= has no llama.cpp names, {needs}: pass raw=True")
                 self._rules, rules.schema = rules, schema
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
@@ -556,7 +544,7 @@ class Decider:
         self._heads: dict[str, str] = {}
         self._ignored: list[str] = []
         names: Sequence[str]
-        copies = self._rules is None and format == SAFETENSORS and options["layout"] is None and not catalog.makes
+        copies = self._rules is None and format == SAFETENSORS and options["layout"] is None
         tensors = catalog.plain(blocks=True) if copies else None
         if tensors is not None:  # nothing is tied, ignored or unreadable
             tensors = tensors if request.every_tensor else tensors.named(request.chosen(catalog))
@@ -570,7 +558,7 @@ class Decider:
             beside = {*self._heads, *self._left_out, *(name for name in self._ignored if name not in catalog)}
             names = [name for name in chosen if name not in beside]
             every = request.every_tensor and not self._left_out
-            tensors = None if catalog.makes else catalog.plain(None if every else names, blocks=True)
+            tensors = catalog.plain(None if every else names, blocks=True)
             tensors = None if tensors is None else tensors.named(names)
         self._tensors = tensors
         self._spans = self._copied(tensors) if copies and tensors is not None else None
@@ -602,14 +590,13 @@ class Decider:
         catalog, request, rules, engine, matrix = self._catalog, self._request, self._rules, self._engine, self._matrix
         options, format, layout = request.options, request.format, request.options["layout"]
         own = options["metadata"] or {}
-        stored = [*self._descriptions, *self._heads]
         if options["keep"] is not None:
             self.check_kept()
         if layout is None and self._tensors is None:
             catalog.refuse_unknown(self._descriptions)
         decisions = self._of_layout(layout) if layout is not None else self.of_tensors()
         if isinstance(rules, Rules) and rules.patterns:
-            check_matches("quantize", rules.patterns, {*stored, *decisions})
+            check_matches("quantize", rules.patterns, {*self._descriptions, *self._heads, *decisions})
         converts = self._target is not None or rules is not None
         if options["adapters"] is not None and not converts and layout is None:
             for source in {source for name, decision in decisions.items() for source in decision.sources or (name,)}:
@@ -627,10 +614,9 @@ class Decider:
         )
         names = dict(zip(outputs.reads, outputs.names, strict=True)) if outputs.made else {}
         for name, output in zip(outputs.reads, outputs.made, strict=False):
-            if not isinstance(output, LazyParts) or output.packing is None or names[name] == name:
-                continue
-            module, renamed_module = name.removesuffix(".weight"), names[name].removesuffix(".weight")
-            if not is_kept_by(output.packing.config, module, renamed_module):
+            packing = output.packing if isinstance(output, LazyParts) else None
+            module, renamed = name.removesuffix(".weight"), names[name].removesuffix(".weight")
+            if packing is not None and names[name] != name and not is_kept_by(packing.config, module, renamed):
                 raise UnsupportedError(
                     f"rename: tensor {show(name)} stays packed, and the quantization in its config.json names module "
                     f"{show(module)}: pass dtype= to dequantize it",
@@ -662,14 +648,12 @@ class Decider:
                 if isinstance(rules, FileTypeRules):
                     metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
                 metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
-        config = summary = parameters = None
+        config = parameters = None
         files: dict[str, Location | bytes] = {**catalog.texts}
         if request.folder is not None:
             config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)
             if options["extras"] and catalog.folder is not None:
                 files = {**extras_of(catalog.folder), **files}
-        if rules is not None:
-            summary = self.summary(outputs.nbytes)
         if engine is not None:
             metadata = {"format": engine.engine.metadata, **own}
             config = engine.config(config, self._quantized, self._kept, names)
@@ -681,7 +665,7 @@ class Decider:
             left_out=_left_out(catalog, self._left_out, empty=not outputs.names and not self._ignored),
             config=config,
             files=files,
-            summary=summary,
+            summary=None if rules is None else self.summary(outputs.nbytes),
             parameters=parameters,
             restored=self._restored and engine is None,
         )
@@ -692,7 +676,6 @@ class Decider:
             self._rules.kept.check([*self._descriptions, *self._heads])
 
     def summary(self, nbytes: int) -> Summary:
-        """Return the summary of a result with this many bytes."""
         heads = {head: self._catalog.about(self._heads[head]) for head in self._heads if head in self._quantized}
         before = sum([tensor.nbytes for tensor in self._descriptions.values()])
         tensors = {
@@ -734,15 +717,14 @@ class Decider:
         return decisions
 
     def _of_layout(self, layout: Layout) -> dict[str, Decision]:
-        """Decide about the tensors of a layout."""
         decisions: dict[str, Decision] = {}
         for stack in plan(self._descriptions, layout, self._target):
-            name, row, shape = stack.entry.name, stack.row, stack.shape
+            entry, row, shape = stack.entry, stack.row, stack.shape
             finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
-            about = TensorDescription(name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
-            scheme = None if self._rules is None else self._planned(name, about).scheme
-            entry = stack.entry.name, stack.entry.source, stack.entry.transpose
-            decisions[name] = Decision(row.code, scheme, tuple(stack.names), entry)
+            about = TensorDescription(entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
+            scheme = None if self._rules is None else self._planned(entry.name, about).scheme
+            fields = entry.name, entry.source, entry.transpose
+            decisions[entry.name] = Decision(row.code, scheme, tuple(stack.names), fields)
         return decisions
 
     def _planned(self, name: str, tensor: TensorDescription) -> Planned:

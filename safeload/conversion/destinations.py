@@ -15,7 +15,7 @@ from fnmatch import translate
 from functools import partial
 from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
@@ -38,10 +38,7 @@ from ..models.choosing import with_dtype
 from ..quant.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ..remote import url as urls
 from ..remote.places import is_file_object, places_of
-from .sink import EXTRAS, NUMBERED, Sink, free_names, indexed_names, is_extra, is_file
-
-if TYPE_CHECKING:
-    from .store_sink import StoreSink
+from .sink import EXTRAS, NUMBERED, Sink, StoreSink, free_names, indexed_names, is_extra, is_file
 
 # The destination of a conversion.
 Destination: TypeAlias = PathLike | Located
@@ -117,7 +114,6 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 def sink_of(location: Location) -> Sink:
     """Return the sink of a destination folder, without listing it."""
     files = location.files
-    check_writable(location)
     if files.remote and not is_folder(location):
         raise ValueError(
             f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
@@ -128,11 +124,7 @@ def sink_of(location: Location) -> Sink:
 
 def sink_at(location: Location) -> Sink:
     """Return the sink of a folder that was a destination before."""
-    if not location.files.remote:
-        return Sink(location.files, location.path)
-    from .store_sink import StoreSink  # only here: most destinations are local
-
-    return StoreSink(location.files, location.path)
+    return (StoreSink if location.files.remote else Sink)(location.files, location.path)
 
 
 def check_writable(location: Location) -> None:
@@ -144,8 +136,6 @@ def check_writable(location: Location) -> None:
 
 def file_in_store(location: Location, *, overwrite: bool) -> tuple[StoreSink, str]:
     """Return the folder of a file to be written to a store, and its name there."""
-    from .store_sink import StoreSink
-
     check_writable(location)
     parent, name = location.files.split(location.path)
     sink = StoreSink(location.files, parent)
@@ -176,8 +166,8 @@ class ObjectFile:
         self.in_order = self._start is None  # True if it cannot seek
 
     def seek(self, position: int) -> None:
-        assert self._start is not None
-        self._file.seek(self._start + position)
+        if self._start is not None:
+            self._file.seek(self._start + position)
 
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Write copies of memory, because an object may keep its argument."""
@@ -207,8 +197,7 @@ class ObjectFile:
             return
         with self._undone():
             yield self
-            if not self.in_order:
-                self.seek(size)
+            self.seek(size)
 
     @contextmanager
     def staging(self, name: str) -> Iterator[str]:
@@ -245,7 +234,6 @@ class FileSink(NamedTuple):
     in_order: bool = False  # True if a file of known size cannot seek
 
     def write(self, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, room: int = ROOM) -> None:
-        """Write all tensors of the file."""
         writer = FileWriter(*pack(tensors, metadata), room=room)
         try:
             with self.open(writer.size) as file:
@@ -281,6 +269,7 @@ def target_of(
     if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
         raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
     if max_shard_size is not None or folder:
+        check_writable(location)
         sink = sink_of(location)
         sink.check_free(overwrite=overwrite)
         return sink
@@ -520,15 +509,14 @@ def shard_bounds(sizes: Sequence[int] | Array, limit: int) -> dict[str, slice]:
     return {f"model-{k + 1:05}-of-{len(bounds):05}.safetensors": rows for k, rows in enumerate(bounds)}
 
 
-def weight_map(shards: Mapping[str, Mapping[str, AnyTensor]]) -> dict[str, str]:
-    """Return the shard of each stored tensor; a quantized tensor is stored in several parts."""
-    files: dict[str, str] = {}
-    for file, shard in shards.items():
-        for name in pack(shard, None, in_folder=True)[0]:
-            if name in files:  # `pack` refuses duplicates within a shard
-                text = f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
-                raise SafetensorError(text)
-            files[name] = file
+def weight_map(stored: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Return the shard of each stored tensor, given the names in each shard; refuse a name in two shards."""
+    files = {name: file for file, names in stored.items() for name in names}
+    if len(files) < sum(map(len, stored.values())):
+        name = next(name for file, names in stored.items() for name in names if files[name] != file)
+        raise SafetensorError(
+            f"two tensors would be stored as {show(name)}, which is also a part of a quantized tensor"
+        )
     return files
 
 
@@ -569,17 +557,26 @@ def write_shards(
     return written
 
 
-def write_folder(
-    sink: Sink, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, limit: int, overwrite: bool
+def write_tensors(
+    sink: FileSink | Sink,
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None,
+    *,
+    limit: int,  # bytes of a shard in a folder
+    overwrite: bool,
 ) -> None:
-    """Write all tensors of a folder."""
+    """Write all tensors of a file or folder."""
+    if isinstance(sink, FileSink):
+        sink.write(tensors, metadata)
+        return
     items = [*tensors.items()]
     # Values that are no tensors are refused before anything is written.
     sizes = [tensor.nbytes if hasattr(tensor, "nbytes") else source_of(name, tensor).nbytes for name, tensor in items]
     bounds = shard_bounds(sizes, limit)
     names = free_names(sink, [*bounds])
     shards = {names[file]: dict(items[rows]) for file, rows in bounds.items()}
-    files, writers = weight_map(shards), {file: partial(writer_of, shard, metadata) for file, shard in shards.items()}
+    writers = {file: partial(writer_of, shard, metadata) for file, shard in shards.items()}
+    files = weight_map({file: pack(shard, None, in_folder=True)[0] for file, shard in shards.items()})
     index = {} if [*shards] == [SINGLE] else {INDEX: index_text(files, sum(sizes))}
     write_shards(writers, index, sink, overwrite=overwrite)
 
@@ -598,5 +595,5 @@ def index_text(
     rows = ",\n".join([f"    {quoted(name)}: {quoted(file)}" for name, file in sorted(weight_map.items())])
     inside = f"{{\n{rows}\n  }}" if rows else "{}"
     more = "" if parameters is None else f',\n    "total_parameters": {parameters}'
-    sizes = f'"total_size": {total_size}{more}'
-    return f'{{\n  "metadata": {{\n    {sizes}\n  }},\n  "weight_map": {inside}\n}}\n'.encode()
+    metadata = f'{{\n    "total_size": {total_size}{more}\n  }}'
+    return f'{{\n  "metadata": {metadata},\n  "weight_map": {inside}\n}}\n'.encode()

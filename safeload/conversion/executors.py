@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import groupby
-from operator import itemgetter
+from contextlib import ExitStack, closing, contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -24,7 +22,7 @@ from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ..core.files import LOCAL, Location
 from ..core.opening import reopen_subset
 from ..core.paths import absolute, native_path
-from ..core.progress import Progress, reporter
+from ..core.progress import Meter, Progress
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import debug, paused
 from ..core.store import check_unchanged, identity_of
@@ -72,13 +70,12 @@ def run(
     Retrying is up to the executor: its first exception ends the run. Pending pieces are cancelled,
     running pieces are awaited.
     """
-    results: dict[int, _T] = {}
+    results: list[Any] = [None] * len(pieces)
     finished: SimpleQueue[Any] = SimpleQueue()
     futures: dict[Any, int] = {}
     # Dask returns the result of an earlier call with equal arguments unless it gets pure=False.
     token = os.urandom(8).hex()
-    done, total = 0, sum(map(itemgetter("nbytes"), pieces))
-    with reporter(progress, total) as report:
+    with closing(Meter(progress, sum(piece["nbytes"] for piece in pieces))) as meter:
         try:
             if executor is not None:
                 for piece in pieces:
@@ -93,24 +90,22 @@ def run(
                     k = futures[future]
                     results[k] = future.result()
                 debug("piece %d of %d is done", k + 1, len(pieces))
-                done += pieces[k]["nbytes"]
-                report(done)
+                meter.add(pieces[k]["nbytes"])
         except BaseException:
             # The first exception is raised. An executor that has lost its cluster cannot cancel, and runs nothing.
             for future in [future for future in futures if not _quietly(future.cancel)]:
                 _quietly(future.result)
             raise
-    return [results[k] for k in range(len(pieces))]
+    return results
 
 
 def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int]) -> list[list[int]]:
     """Divide tensors, or entries of archives, into pieces of similar size, and return their positions."""
-    costs, names = [size + _TENSOR_COST for size in sizes], [each.place for each in files]
-    places = [names[number] for number in file]
+    costs, places = [size + _TENSOR_COST for size in sizes], [each.place for each in files]
     limit = max(_SMALLEST, min(_LARGEST, sum(costs) // _PIECES))
     by_place: dict[str, list[int]] = {}
-    for place, rows in groupby(range(len(places)), places.__getitem__):
-        by_place.setdefault(place, []).extend(rows)
+    for k, number in enumerate(file):
+        by_place.setdefault(places[number], []).append(k)
     divided: list[list[int]] = []
     used: int | None = None  # of the limit by the last piece, if another file can share it
     for positions in by_place.values():
@@ -229,19 +224,15 @@ def pieces_of(
 
     Tensors of ``against`` have equal names.
     """
-    names = [*sizes]
-    sides = {"sources": TensorFiles(catalog, names)}
-    if against is not None:
-        sides["against"] = TensorFiles(against, names)
-    side = sides["sources"]
+    names, both = [*sizes], {"sources": catalog, "against": against}
+    sides = {key: TensorFiles(side, names) for key, side in both.items() if side is not None}
     with paused(len(names)):
-        positions = [*range(len(names))]
-        divided = [positions] if whole else groups([*sizes.values()], side.files, side.file.tolist())
-        for group in divided:
-            content = {**call, "version": __version__, "names": [*map(names.__getitem__, group)]}
-            content |= {key: side.sources(group) for key, side in sides.items()}
-            content["nbytes"] = sum(map(sizes.__getitem__, content["names"]))
-            yield content
+        files, file = sides["sources"].files, sides["sources"].file.tolist()
+        for group in [[*range(len(names))]] if whole else groups([*sizes.values()], files, file):
+            chosen = [*map(names.__getitem__, group)]
+            sources = {key: side.sources(group) for key, side in sides.items()}
+            nbytes = sum(map(sizes.__getitem__, chosen))
+            yield {**call, "version": __version__, "names": chosen, **sources, "nbytes": nbytes}
 
 
 class TensorFiles:
@@ -259,16 +250,14 @@ class TensorFiles:
             if checkpoint.index is not None:
                 listed = {(weights, k) for _, weights, k in tensors_of(checkpoint)}
                 for weights in checkpoint.weight_files:
-                    unlisted = [name for k, name in enumerate(weights.table.names) if (weights, k) not in listed]
-                    if unlisted:
-                        self._unlisted[weights] = unlisted
+                    numbered = enumerate(weights.table.names)
+                    self._unlisted[weights] = [name for k, name in numbered if (weights, k) not in listed]
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
-        self.files: Sequence[Any]
-        self.file: Array  # index of the file with the values or codes of each tensor
         tensors = catalog.plain(names, blocks=True) if spans is None else None
         spans = spans if tensors is None else tensors.spans
         if spans is not None:
-            self.files, self.file = spans.files, spans.file
+            self.files: Sequence[Any] = spans.files
+            self.file: Array = spans.file  # index of the file with the values or codes of each tensor
             return
         numbers: dict[WeightFile, int] = {}
         first = []
@@ -300,16 +289,14 @@ class TensorFiles:
     def _source(self, owner: Checkpoint, numbered: Sequence[tuple[WeightFile, int]]) -> dict[str, Any]:
         recipe, row, files = recipe_of(owner), row_of(owner.format), [file for file, _ in numbered]
         coded = [file for file in files if dtypes.may_hold_codes(file.table.numbers)]
-        public = [file.files.public(file.place) for file in files]
+        public = files[0].files.public
         return {
             # Path, size, version, and the index of the first tensor of the piece in the file.
-            "files": [[path, *file.identity[:2], k] for path, (file, k) in zip(public, numbered, strict=True)],
+            "files": [[public(file.place), *file.identity[:2], k] for file, k in numbered],
             "storage_options": files[0].files.public_options(),
             "config": owner.config if coded else None,
             "configs": _configs(owner, coded),
-            "unlisted": {
-                path: self._unlisted[file] for path, file in zip(public, files, strict=True) if file in self._unlisted
-            },
+            "unlisted": {public(file.place): self._unlisted[file] for file in files if self._unlisted.get(file)},
             # A file of a folder's format can be of another format when it is opened alone.
             "format": owner.format if row.parts is not None or row.source else recipe.format,
             "root": recipe.root,
@@ -344,16 +331,18 @@ def opened(
         catalogs = []
         for side in sides:
             sources = field_of(piece, side, (list, tuple), "a list")
-            paths = (_reopened(source, names, storage_options) for source in sources)
-            catalog = Catalog.of([stack.enter_context(Checkpoint(path)) for path in paths] or {})
-            catalog.mapped = False
+            reopened = (_reopened(source, names, storage_options) for source in sources)
+            origins: list[Any] = [stack.enter_context(Checkpoint(source)) for source in reopened] or [{}]
+            catalog = Catalog(origins)
             present = [name for name in names if name not in catalog.ignored] if catalog.ignored else names
             catalog.check(present)
-            catalogs.append(catalog.among(present))
+            catalogs.append(Catalog(origins, mapped=False, names=present))
         yield names, catalogs
 
 
-def field_of(content: Any, key: str, kinds: Any, what: str, prefix: str = INVALID_PIECE) -> Any:
+def field_of(
+    content: Any, key: str, kinds: type[_T] | tuple[type[_T], ...], what: str, prefix: str = INVALID_PIECE
+) -> _T:
     """Return a field of a plan or a piece, and refuse a value of any other kind."""
     value = content.get(key) if isinstance(content, Mapping) else None
     if not isinstance(value, kinds):
@@ -394,8 +383,8 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
             formats_of(format)
         if unknown_globals not in ("refuse", "inert"):
             raise ValueError(f"unknown_globals {unknown_globals!r}")
-        paths = tuple(path for path, _ in seen)
-        recipe = Recipe(paths, True, format, source["root"], unknown_globals, source["stored"], files)
+        paths, root, stored = tuple(path for path, _ in seen), source["root"], source["stored"]
+        recipe = Recipe(paths, True, format, root, unknown_globals, stored, files)
         config, unlisted = source["config"], source["unlisted"]
     except MALFORMED as error:
         raise FormatError(f"{INVALID_PIECE}: malformed source: {error!r}") from None
@@ -414,7 +403,7 @@ def _reopened(source: Any, names: Sequence[str], storage_options: Mapping[str, A
         more = f" and of {plural(len(names) - 1, 'more tensor')}" if len(names) > 1 else ""
         subject = f"the file of tensor {show(first[path])}{more}"
         if gone:
-            message = f"{subject} is gone, or not on this machine"
-            raise MissingShardError(message, path, tensor=first[path]) from None
+            text = f"{subject} is gone, or not on this machine"
+            raise MissingShardError(text, path, tensor=first[path]) from None
         offset = getattr(error, "offset", None)
         raise FormatError(f"{subject}: {error.args[0]}", path, offset, tensor=first[path]) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import groupby
@@ -19,13 +19,11 @@ from ..adapters.merge import Merge, check_floating, in_rows, target_of, warn_of_
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
-from ..core.described import texts_with
+from ..core.described import pack, texts_with
 from ..core.files import Location
-from ..core.jobs import JobGrid
-from ..core.memory import private_array
+from ..core.memory import private_array, windows
 from ..core.metadata import as_texts
 from ..core.names import Renames, renamed
-from ..core.packing import INT8, SCHEMES, Part, usual_axis
 from ..core.paths import absolute
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
@@ -45,7 +43,6 @@ from ..quant.families import presets
 from . import quantize
 from .catalog import Catalog, Made, TensorDescription, read_values
 from .destinations import AnyTensor, ShardWriter, shard_bounds, writer_of
-from .destinations import weight_map as stored_in
 from .executors import in_memory
 from .rules import Summary, vectors_for
 
@@ -73,11 +70,11 @@ class Decision(NamedTuple):
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.stack or self.partners:
+        if self.sources or self.stack or self.partners or self.scheme == packing.INT8:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
-        return SCHEMES[self.scheme].target(None) if self.scheme in SCHEMES and self.scheme != INT8 else None
+        return packing.SCHEMES[self.scheme].target(None) if self.scheme in packing.SCHEMES else None
 
 
 class Outputs(NamedTuple):
@@ -116,18 +113,7 @@ class Outputs(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return int(sum(self.sizes)) if self.spans is None else int(self.spans.lengths.sum())
-
-    @property
-    def decisions(self) -> Sequence[Decision]:
-        """The decision about each tensor."""
-        if self.decided or self.spans is None:
-            return self.decided
-        sources, numbers = self.spans.sources, self.spans.targets
-        targets = np.where(sources == numbers, AS_STORED, numbers.astype(np.int16)).tolist()
-        kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
-        return [kinds[target] for target in targets]
 
     @property
     def tensors(self) -> dict[str, AnyTensor]:
@@ -135,16 +121,19 @@ class Outputs(NamedTuple):
         return dict(zip(self.names, self.made, strict=True))
 
     @property
+    def stored(self) -> Collection[str]:
+        """The names of the stored tensors; a quantized tensor is stored in several parts."""
+        return self.names if self.spans is not None else pack(self.tensors, None, in_folder=True)[0]
+
+    @property
     def texts(self) -> dict[str, str] | None:
-        """The metadata as text."""
         return (as_texts(self.metadata) or None) if self.metadata else None
 
     @property
     def in_blocks(self) -> list[int]:
         """With spans: positions of the tensors that are stored in blocks."""
-        assert self.spans is not None
-        positions: list[int] = np.flatnonzero(self.spans.targets >= len(dtypes.TABLE)).tolist()
-        return positions
+        blocked = () if self.spans is None else np.flatnonzero(self.spans.targets >= len(dtypes.TABLE)).tolist()
+        return [*blocked]
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -163,8 +152,8 @@ class Outputs(NamedTuple):
             return True
         else:
             kinds = {output.dtype for output in self.made if isinstance(output, Lazy)}
-        integers = [kind for kind in kinds if kind.kind in "iu" and kind.itemsize <= _WIDEST_CODES]
-        return bool(integers) or any(kind.itemsize == 1 and kind.kind != "b" for kind in kinds)
+        widths = {"i": _WIDEST_CODES, "u": _WIDEST_CODES, "b": 0}  # in bytes; 1 for all other kinds
+        return any(kind.itemsize <= widths.get(kind.kind, 1) for kind in kinds)
 
     def divided(self, limit: int) -> dict[str, Outputs]:
         """Return the shards of a folder by file name, each at most ``limit`` bytes."""
@@ -223,7 +212,7 @@ def outputs_of(
     """Return the tensors as decided."""
     reads = [*decisions] if tensors is None or spans is None else tensors.names
     names, decided = [*renamed(reads, rename).values()] if rename else reads, [*decisions.values()]
-    if spans is None and format == SAFETENSORS and matrix is None and not catalog.makes:
+    if spans is None and format == SAFETENSORS and matrix is None:
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
@@ -236,12 +225,6 @@ def outputs_of(
     return Outputs(catalog, format, threads, reads, names, decided, made=outputs, maker=maker)
 
 
-def weight_map(shards: Mapping[str, Outputs]) -> dict[str, str]:
-    """Return the shard of each stored tensor, and refuse two tensors with the same name."""
-    files = {name: file for file, shard in shards.items() if shard.spans is not None for name in shard.names}
-    return files or stored_in({file: shard.tensors for file, shard in shards.items()})
-
-
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
     """Return the names in the source of all tensors that these tensors depend on."""
     if not any(decision.sources or decision.partners for decision in {*decided}):
@@ -252,8 +235,14 @@ def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]
 
 def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
     """Return the decisions as plain data, with a single run for neighbours with equal decisions."""
+    decided = outputs.decided
+    if outputs.spans is not None and not decided:
+        sources, numbers = outputs.spans.sources, outputs.spans.targets
+        targets = np.where(sources == numbers, AS_STORED, numbers.astype(np.int16)).tolist()
+        kinds = {k: Decision(None if k == AS_STORED else dtypes.BY_NUMBER[k].code) for k in {*targets}}
+        decided = [kinds[target] for target in targets]
     runs = []
-    for decision, group in groupby(zip(outputs.decisions, outputs.reads, strict=True), itemgetter(0)):
+    for decision, group in groupby(zip(decided, outputs.reads, strict=True), itemgetter(0)):
         run = {key: value for key, value in zip(Decision._fields, decision, strict=True) if value}
         runs.append({"names": [name for _, name in group], **run})
     return runs
@@ -277,10 +266,8 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
     for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
         row, to = map(dtypes.of_number, divmod(pair, 256))
-        if row is to:
-            continue
-        converts = (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
-        if not (converts and row.converts_to(to)):
+        converts = row is to or (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
+        if not (converts and (row is to or row.converts_to(to))):
             return None
     for to in map(dtypes.of_number, set(targets.tolist())):
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
@@ -294,8 +281,6 @@ def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
 
 
 class _CopyWriter:
-    """The writer of a file with spans."""
-
     def __init__(self, outputs: Outputs, spans: Spans, written: Callable[[int], object]) -> None:
         numbers, shapes, described = spans.targets.copy(), [*outputs.shapes], {}
         for k in outputs.in_blocks:
@@ -354,7 +339,6 @@ class Maker:
         descriptions: Mapping[str, TensorDescription] | None = None,  # available already
         matrix: ImportanceMatrix | None = None,  # by names in the source
     ) -> None:
-        self._importance: dict[str, Array] = {}
         self._catalog = catalog
         self._decisions = decisions
         self._descriptions = {} if descriptions is None else descriptions
@@ -368,14 +352,13 @@ class Maker:
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
         self._small: dict[str, tuple[LazyParts, int, Callable[[], Source]]] = {}  # with bytes and values as stored
-        self._groups: dict[tuple[str, str], list[str]] = {}  # of small tensors, by part and name
+        self._groups: dict[str, list[str]] = {}  # of small tensors, by name
         self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
-        if matrix is not None:
-            quantized = [name for name, decision in decisions.items() if decision.scheme is not None]
-            self._importance = vectors_for(matrix, {name: self._about(name).shape for name in quantized})
+        quantized = (name for name, decision in decisions.items() if decision.scheme is not None)
+        shapes = {} if matrix is None else {name: self._about(name).shape for name in quantized}
+        self._importance = {} if matrix is None else vectors_for(matrix, shapes)
 
     def output(self, name: str, decision: Decision) -> AnyTensor:
-        """Return a tensor of the result."""
         if decision.stack:
             return self._stacked(name, decision)
         (source,) = decision.sources or (name,)
@@ -386,7 +369,7 @@ class Maker:
             return self._encoded(source, decision, tensor)
         if scheme is not None and importance is None and self._is_small(source, tensor):
             codes, scale = partial(self._in_group, packing.CODES, name), partial(self._in_group, packing.SCALE, name)
-            output = _quantized_later(scheme, tensor.shape, usual_axis(scheme, tensor.shape), codes, scale)
+            output = _quantized_later(scheme, tensor.shape, packing.usual_axis(scheme, tensor.shape), codes, scale)
             values: Any = partial(self._catalog.values, source, name)
             self._small[name] = output, tensor.nbytes, values
             return output
@@ -448,8 +431,7 @@ class Maker:
     def _quantized(
         self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
     ) -> LazyParts:
-        """Return a tensor to quantize when it is written."""
-        axis = usual_axis(scheme, shape)
+        axis = packing.usual_axis(scheme, shape)
         (dtype, stored), _ = storage_of(scheme, shape, axis)
 
         def make() -> QuantizedTensor:
@@ -472,13 +454,12 @@ class Maker:
         """Return a weight to quantize for an engine when it is written."""
         encoding = self._encoding(source, decision, tensor.shape)
         constants = encoding.constants()
-        parts = {}
-        for role, part in encoding.preset.parts.items():
-            if role in constants:
-                make = partial(constants.__getitem__, role)
-            else:
-                make = partial(self._part_of, encoding, decision.partners, role)
-            parts[part.suffix] = Lazy(*encoding.stored(role), make)
+
+        def make(role: str) -> Array:
+            return constants[role] if role in constants else self._part_of(encoding, decision.partners, role)
+
+        roles = encoding.preset.parts.items()
+        parts = {part.suffix: Lazy(*encoding.stored(role), partial(make, role)) for role, part in roles}
         return LazyParts(encoding.preset.name, tensor.shape, parts, encoded=True)
 
     def _encoding(self, source: str, decision: Decision, shape: tuple[int, ...]) -> quantize.Encoding:
@@ -504,7 +485,6 @@ class Maker:
         return self._maxima[names]
 
     def _part_of(self, encoding: quantize.Encoding, partners: tuple[str, ...], role: str) -> Array:
-        """Return a part of a quantized weight."""
         name = encoding.name
         kept = self._kept_parts.get(name, {}).pop(role, None)
         if kept is not None:
@@ -537,7 +517,6 @@ class Maker:
         return quantize.weights_in(self._catalog, name, row, self._free, self._scratch.array, threads=self._threads)
 
     def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
-        """Return a packed tensor as stored."""
         _, file, number = self._catalog.place(name)
         packed = None if file is None else file.table.packed.get(number)
         if packed is not None:  # read in chunks, never mapped
@@ -564,23 +543,16 @@ class Maker:
 
     def begin(self, names: Iterable[str]) -> None:
         """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
-        self._groups = {}
-        last: dict[str, tuple[list[str], int]] = {}  # group and its bytes by scheme
-        for name in filter(self._small.__contains__, names):
-            output, size, _ = self._small[name]
-            group, used = last.get(output.scheme, ([], 0))
-            if len(group) == _GROUP_TENSORS or used + size > _GROUP_BYTES:
-                group, used = [], 0
-            group.append(name)
-            last[output.scheme] = group, used + size
-            self._groups[packing.CODES, name] = self._groups[packing.SCALE, name] = group
+        schemes = {name: self._small[name][0].scheme for name in names if name in self._small}
+        sizes = {name: max(_GROUP_BYTES // _GROUP_TENSORS, self._small[name][1]) for name in schemes}
+        ordered = sorted(schemes, key=schemes.__getitem__)  # neighbours in a group have one scheme
+        groups = windows(ordered, _GROUP_BYTES, sizes.__getitem__, schemes.__getitem__)
+        self._groups = {name: group for group in groups for name in group}
 
     def _in_group(self, part: str, name: str) -> Array:
         """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
         if (part, name) not in self._grouped:
-            group, arrays = self._groups.get((part, name), [name]), {}
-            for other in group:
-                self._groups.pop((part, other), None)
+            group, arrays = self._groups.get(name, [name]), {}
             if len(group) > 1:
                 try:
                     arrays = self._together(part, group)
@@ -592,7 +564,6 @@ class Maker:
         return self._grouped.pop((part, name))
 
     def _together(self, part: str, group: Sequence[str]) -> dict[str, Array]:
-        """Make codes or scales of small tensors."""
         tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
         if part == packing.CODES:
             requests = [
@@ -618,8 +589,7 @@ def _quantized_later(
     return LazyParts(scheme, shape, roles, axis=axis)
 
 
-def _stored(part: Part, threads: int | None) -> Lazy:
-    """Return a stored tensor of a file, unchanged."""
+def _stored(part: packing.Part, threads: int | None) -> Lazy:
     number = part.row.number
     dtype, shape = dtypes.array_dtype(number), dtypes.array_shape(part.row, part.shape, part.end - part.begin)
     entry = Entry(part.name, part.file, -1, part.begin, part.end, shape, number, number)
@@ -661,8 +631,9 @@ def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -
             shown = repr(name if len(name) <= 40 else f"{name[:40]}...")
             raise SafeloadError(f"{show(entry.name)}: {shown} has a layer number with {len(digits)} digits")
         if digits != str(int(digits)):
-            text = f"{show(name)} has a layer number with leading zeros: {show(digits)}"
-            raise SafeloadError(f"{show(entry.name)}: {text}")
+            raise SafeloadError(
+                f"{show(entry.name)}: {show(name)} has a layer number with leading zeros: {show(digits)}"
+            )
         layers.add(int(digits))
     return layers
 
@@ -674,7 +645,6 @@ def _plan_entry(
     counts: Mapping[str, int],  # of layers, by the prefix of their names, over all entries
     target: dtypes.Dtype | None,
 ) -> Stack:
-    """Plan an entry of a layout."""
     names, at = [entry.source], f"{show(entry.name)}: "
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
@@ -726,7 +696,7 @@ def fill(
     for stack, array in targets:
         size = math.prod(stack.layer) * array.dtype.itemsize
         begin = batch.into(array)
-        grid: JobGrid | None = None
+        grid: jobs.JobGrid | None = None
         for k, name in enumerate(stack.names):
             origin = catalog.source(name)
             if isinstance(origin, QuantizedTensor) or origin.row.packed:  # a strided copy needs whole-byte elements
@@ -737,7 +707,7 @@ def fill(
             element, item = origin.row.block_bytes, array.dtype.itemsize
             if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
                 rows, columns = stack.layer
-                grid = JobGrid(rows, columns, (columns * element, element, item, rows * item))
+                grid = jobs.JobGrid(rows, columns, (columns * element, element, item, rows * item))
             batch.jobs.append(origin.job(begin + k * size, stack.row.number, grid=grid))
     batch.run(threads=threads, progress=progress)
 
@@ -746,22 +716,19 @@ def fill(
 
 
 def _target(catalog: Catalog, name: str) -> AdapterTarget:
-    origin, file, _ = catalog.place(name)
-    if file is not None:
-        owner: Any = origin  # tensors of a dict have no file
-        return target_of(owner, name)
+    place = catalog.place(name)
+    if place.file is not None:
+        return target_of(place.origin, name)
     about = catalog.about(name)
     if not about.quantized:
         check_floating(name, about.row, None)
     work = np.dtype(np.float64 if about.row.code == "F64" and not about.quantized else np.float32)
 
-    def rows(at: Any) -> Array:
-        values: Array = catalog.array(name)[at].astype(work)
-        return values
-
     source = None if about.quantized else in_rows(catalog.in_place(name), work)
     row = None if about.quantized else about.row
-    return AdapterTarget(name, about.shape, row, work, rows, about.quantized, source)
+    return AdapterTarget(
+        name, about.shape, row, work, lambda at: catalog.array(name)[at].astype(work), about.quantized, source
+    )
 
 
 def _merged(

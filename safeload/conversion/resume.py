@@ -37,17 +37,16 @@ from ..remote import url as urls
 from . import decide, executors
 from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
-from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes
+from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes, weight_map
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
-from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, weight_map
+from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of
 from .rules import Summary, arranged
-from .sink import Sink, find_shard, free_names, indexed_names, shared_identity
+from .sink import CALL, Sink, find_shard, free_names, indexed_names, shared_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_DIGITS = 16  # of `digest_of`
-_CALL = re.compile(rf"[0-9a-f]{{{_DIGITS}}}", re.ASCII)
+_DIGITS = 16  # of `digest_of`, as in `CALL`
 _LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
@@ -87,19 +86,17 @@ class Plan(dict[str, Any]):
     @public
     def pieces(self) -> list[dict[str, Any]]:
         """Arguments for `run_piece`. Pieces can run in any order, on any machine, and more than once."""
-        pieces: list[dict[str, Any]] = field_of(self, "pieces", list, "a list", INVALID_PLAN)
-        return pieces
+        return field_of(self, "pieces", list, "a list", INVALID_PLAN)
 
     @property
     @public
     def id(self) -> str:
         """A hash of the options, the sources and safeload's version."""
-        plan_id: str = field_of(self, "id", str, "a string", INVALID_PLAN)
-        return plan_id
+        return field_of(self, "id", str, "a string", INVALID_PLAN)
 
     def __repr__(self) -> str:
-        content = f"{self.get('operation')}, {plural(len(self.get('pieces', ())), 'piece')}"
-        return f"<Plan {show(self.get('folder'))}: {content}>"
+        pieces = plural(len(self.get("pieces", ())), "piece")
+        return f"<Plan {show(self.get('folder'))}: {self.get('operation')}, {pieces}>"
 
 
 @public
@@ -201,7 +198,9 @@ def _planned(
     with paused(len(catalog)):
         outputs = decide.prepare(stack, catalog, request)
         shards = outputs.divided(request.limit)
-        stored = weight_map(shards)  # refuses two tensors with the same name
+        stored = weight_map(
+            {file: shard.stored for file, shard in shards.items()}
+        )  # refuses two tensors with the same name
         pieces = _pieces(outputs, shards, request, plain)
         plan_id = digest_of([__version__, plain, [piece["id"] for piece in pieces]])
         for piece in pieces:
@@ -217,7 +216,6 @@ def _planned(
             _choose_names(pieces, folder, records.get(call, {}), overwrite=overwrite)
             files = dict(zip(shards, [piece["file"] for piece in pieces], strict=True))
             stored = {name: files[file] for name, file in stored.items()}
-        summary = outputs.summary
         plan = {
             "safeload_plan": 2,
             "operation": "convert",
@@ -236,7 +234,7 @@ def _planned(
                 for name, place in outputs.files.items()
                 if isinstance(place, Location)
             },
-            "quantized": None if summary is None else [summary.bytes_before, summary.kept],
+            "quantized": None if outputs.summary is None else [outputs.summary.bytes_before, outputs.summary.kept],
             "schemes": [*outputs.schemes],
             "left_out": [*outputs.left_out],
             "parameters": outputs.parameters,
@@ -258,7 +256,7 @@ def _pieces(
     texts, side = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces", outputs.spans)
     pieces = []
     for (file, shard), names in zip(shards.items(), reads, strict=True):
-        piece: dict[str, Any] = {
+        content = {
             "operation": "convert",
             "version": __version__,
             "options": options,
@@ -272,7 +270,7 @@ def _pieces(
             "arranged_from": arranged_from,
             "editable": shard.editable,
         }
-        piece = json.loads(json.dumps(piece))
+        piece = json.loads(json.dumps(content))
         # A shard depends on the sources of its own piece, not on the sources of other pieces.
         pieces.append({**piece, "id": digest_of(piece), "file": file, "storage_options": None})
     return pieces
@@ -414,23 +412,22 @@ def _sum_of(plan: Mapping[str, Any]) -> str:
     return digest_of({key: value for key, value in plan.items() if key not in ("pieces", "sum")})
 
 
-def _bare_name(name: Any) -> str:
-    """Return a file name, unless it leads out of its folder."""
+def _check_bare(name: Any) -> None:
+    """Refuse a file name that leads out of its folder."""
     if not isinstance(name, str) or not name or name in (".", "..") or not _NOT_BARE.isdisjoint(name):
         raise FormatError(f"{INVALID_PLAN}: files must have bare names, got {show(name)}")
     executors.check_path(name)
-    return name
 
 
 def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
     """Refuse a piece that is not what the plan had."""
     executors.check_version(piece, prefix)
-    _bare_name(piece.get("file"))
+    _check_bare(piece.get("file"))
     executors.check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")
     field_of(piece, "plan", str, "a string", prefix)
     if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
         raise FormatError(f"{prefix}: it has changed since it was planned")
-    if not (isinstance(piece.get("call"), str) and _CALL.fullmatch(piece["call"])):
+    if not (isinstance(piece.get("call"), str) and CALL.fullmatch(piece["call"])):
         raise FormatError(f"{prefix}: call must be {_DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
     field_of(piece, "storage_options", (dict, NoneType), "an object", prefix)
 
@@ -572,7 +569,7 @@ def finalize(
     """
     executors.check_version(plan, INVALID_PLAN)
     for name in plan["extras"] if isinstance(plan.get("extras"), dict) else ():
-        _bare_name(name)
+        _check_bare(name)
     pieces = plan.get("pieces")
     if not isinstance(pieces, (list, tuple)) or _sum_of(plan) != plan.get("sum"):
         raise FormatError(f"{INVALID_PLAN}: it has changed since it was made")
@@ -590,26 +587,17 @@ def _complete(
     planned: Mapping[str, str] | None = None,  # in the call that ran the pieces: the shard of each stored tensor
 ) -> ConvertReport:
     """Complete a folder like `finalize`. The call that ran the pieces trusts shards with their reported identity."""
-    by_file, each = {}, folder.location.files.each
+    results = [result for result in results if isinstance(result, Mapping) and result.get("plan") == plan["id"]]
     for result in results:
-        if isinstance(result, Mapping) and result.get("plan") == plan["id"]:
-            if not all(isinstance(result.get(key), kinds) for key, kinds in _RESULT.items()):
-                raise FormatError(f"invalid result of a piece: {show(dict(result))}")
-            by_file[result["file"]] = result
-    expected = [piece["file"] for piece in plan["pieces"]]
+        if not all(isinstance(result.get(key), kinds) for key, kinds in _RESULT.items()):
+            raise FormatError(f"invalid result of a piece: {show(dict(result))}")
+    by_file, expected = {result["file"]: result for result in results}, [piece["file"] for piece in plan["pieces"]]
     missing = [file for file in expected if file not in by_file]
     if missing:
         count = f"{plural(len(missing), 'piece')} of {len(expected):,}"
         raise ValueError(f"no result for {count}, such as {show(missing[0])}: run them first")
     done, find = [by_file[file] for file in expected], partial(_place_of, plan, folder, planned is not None)
-
-    def names_in(shard: tuple[Sink, str]) -> list[str]:
-        location = shard[0].location / shard[1]
-        opening = open_file(location.path, OpenRequest((SAFETENSORS,), files=location.files))
-        with closing(opening.file) as weight_file:
-            return weight_file.table.names
-
-    size = sum(result["size"] for result in done)
+    size, each = sum(result["size"] for result in done), folder.location.files.each
     shards = each(find, done) if folder.location.files.remote else [*in_order(find, done, thread_count(size, None))]
     placed = {file for place, file in shards if place is folder}
     free = free_names(folder, [file for place, file in shards if place is not folder], folder.names() - placed)
@@ -619,7 +607,7 @@ def _complete(
             raise existing_file(folder.shown(name))
     if planned is None:
         stored = {
-            tensor: name for name, tensors in zip(names, each(names_in, shards), strict=True) for tensor in tensors
+            tensor: name for name, tensors in zip(names, each(_names_in, shards), strict=True) for tensor in tensors
         }
     else:
         name_of = dict(zip(expected, names, strict=True))
@@ -645,6 +633,12 @@ def _complete(
         summary = Summary(before, total, schemes, kept)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
+
+
+def _names_in(shard: tuple[Sink, str]) -> list[str]:
+    location = shard[0].location / shard[1]
+    with closing(open_file(location.path, OpenRequest((SAFETENSORS,), files=location.files)).file) as weight_file:
+        return weight_file.table.names
 
 
 def _place_of(plan: Mapping[str, Any], folder: Sink, trusted: bool, result: Mapping[str, Any]) -> tuple[Sink, str]:

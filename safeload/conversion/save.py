@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import accumulate, count
 from operator import index
 from types import TracebackType
@@ -28,7 +29,7 @@ from ..core.safetensors import ROOM, FileWriter, Header, TensorToWrite, source_o
 from ..core.text import error_about, show
 from ..errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ..formats.folder import INDEX, SINGLE
-from .destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_folder
+from .destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_tensors
 from .sink import Sink, free_names
 
 if TYPE_CHECKING:
@@ -123,14 +124,7 @@ def save(
                 del item  # the generator may reuse its memory
         return None
     target, texts = target_of(dst, max_shard_size, **options), checked_metadata(metadata)
-    limit = limit_of(max_shard_size)
-
-    def write(values: Mapping[str, Any]) -> None:
-        if isinstance(target, FileSink):
-            target.write(values, texts)
-        else:
-            write_folder(target, values, texts, limit=limit, overwrite=overwrite)
-
+    write = partial(write_tensors, target, metadata=texts, limit=limit_of(max_shard_size), overwrite=overwrite)
     if background:
         return _in_background(tensors, target, texts, write)
     keep: list[Any] = []
@@ -194,7 +188,6 @@ class _Buffer:
         self._blocks, self._free, self._used = [], self._blocks[::-1], 0
 
     def take(self, nbytes: int) -> Array:
-        """Return memory for a tensor."""
         while not self._blocks or self._used + nbytes > self._blocks[-1].size:
             block = self._free.pop() if self._free else aligned_bytes(max(_BLOCK, nbytes))
             if block.size >= nbytes:  # else it is released
@@ -578,40 +571,32 @@ class _Spool:
 
     def add(self, name: str, source: TensorToWrite) -> None:
         """Write a tensor, now or with a later call. After an error, the next tensor can take its place."""
-        self._write(_BEGIN + self.nbytes if self._places is None else self._places[name], source)
+        position = _BEGIN + self.nbytes if self._places is None else self._places[name]
+        if not source.small or position != self._small_begin + len(self._small):
+            self._flush()
+            self._small_begin = position
+        if source.small:
+            for _owner, address, size, _streamed in source.pieces():
+                self._small += ffi.buffer(ffi.cast("char *", address), size)
+            if len(self._small) >= _TOGETHER:
+                self._flush()
+        else:
+            self.file.seek(position)
+            write_pieces(self.file, source.pieces())
+            self._small_begin += source.nbytes
         self.names.append(name)
         self._numbers.append(source.row.number)
         self._shapes.append(source.shape)
         self._begins.append(self.nbytes)
         self.nbytes += source.nbytes
 
-    def _write(self, position: int, source: TensorToWrite) -> None:
-        if source.small:
-            if position != self._small_begin + len(self._small):
-                self._flush()
-                self._small_begin = position
-            for _owner, address, size, _streamed in source.pieces():
-                self._small += ffi.buffer(ffi.cast("char *", address), size)
-            if len(self._small) >= _TOGETHER:
-                self._flush()
-            return
-        self._flush()
-        self._seek(position)
-        write_pieces(self.file, source.pieces())
-        self._small_begin = position + source.nbytes
-
     def _flush(self) -> None:
-        """Write the small tensors."""
         if self._small:
             small = np.frombuffer(bytes(self._small), np.uint8)
-            self._seek(self._small_begin)
+            self.file.seek(self._small_begin)
             self.file.write([(address_of(small), small.size)])
             self._small_begin += small.size
             self._small = bytearray()
-
-    def _seek(self, position: int) -> None:
-        if not self.file.in_order:
-            self.file.seek(position)
 
     def describe(self, texts: Mapping[str, str]) -> None:
         """Add the description of a quantized tensor, as `pack` returns it."""

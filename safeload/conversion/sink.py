@@ -1,6 +1,6 @@
 """Sinks: folders that get a new checkpoint, old or new, never between, and the records of unfinished conversions.
 
-`Sink` is a folder on this disk; `store_sink` has the folder in a store, where nothing can be renamed.
+`Sink` is a folder on this disk; `StoreSink` is a folder in a store, where nothing can be renamed.
 
 Unfinished conversions: ``.safeload-resume/CALL/SHARD.json`` in the destination is the record of a complete shard; CALL
 is a hash of the call. A local shard waits beside its record until all are complete; in a store it has its final name.
@@ -41,10 +41,12 @@ an old index. Programs that ignore the index and read every ``model*.safetensors
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -54,13 +56,15 @@ from ..core.atomic_file import AtomicFile, Digest, Swap, existing_file, hidden_n
 from ..core.files import Files, Location
 from ..core.json_file import MAX_JSON, read_json
 from ..core.paths import absolute
+from ..core.runtime import debug, warning
 from ..core.store import Identity, blocks_of, identity_of, read_at, sha256_of, sync_folder
-from ..core.text import plural
-from ..errors import FormatError
+from ..core.text import plural, size
+from ..core.thread_group import left_behind
+from ..errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ..formats.numbered import PART, sets_of
 from ..remote import url as urls
-from ..remote.remote_store import RemoteStore
+from ..remote.remote_store import Backend, RemoteStore
 
 # Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
 # included), chat templates, settings of generation and processors.
@@ -79,7 +83,12 @@ NUMBERED = re.compile(r".+-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII | re.D
 _INDEX_SUFFIX = ".safetensors.index.json"
 # Suffix of the record of a shard.
 RECORD = ".json"
-_CALL = re.compile(r"[0-9a-f]{16}", re.ASCII)
+# Hash of a call, which is the name of its subfolder.
+CALL = re.compile(r"[0-9a-f]{16}", re.ASCII)
+# Shards that safeload writes to a store.
+_STORED_SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
+# A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
+_TIMEOUTS, _SLOWEST = 10, 128 << 10
 _FIELDS = {"piece": str, "size": int, "sha256": str}
 
 
@@ -99,7 +108,6 @@ class Sink:
         return type(self), (self.location.files, self.place)
 
     def __truediv__(self, name: str) -> Sink:
-        """Return a subfolder."""
         return type(self)(self.location.files, (self.location / name).path)
 
     @property
@@ -128,7 +136,6 @@ class Sink:
             return None
 
     def read_json(self, name: str, what: str) -> dict[str, Any]:
-        """Parse a file; see `core.json_file.read_json`."""
         location = self.location / name
         return read_json(location.path, what, location.files)
 
@@ -242,7 +249,8 @@ class Sink:
             hides: list[tuple[str, str | None]] = [(name, None) for name in other_indexes]
             single = [(name, None) for name in {SINGLE} & {*outdated, *shards, *taken}]
             steps = [*hides, (INDEX, block.temporary), *single, *steps]
-        like = self._like(outdated)
+        shards_before = [self.shown(name) for name in outdated if name == SINGLE or NUMBERED.fullmatch(name)]
+        like = next(map(os.stat, filter(os.path.exists, shards_before)), None)
         with Swap() as swap:
             for name, source in steps:
                 target, waits = self.shown(name), name in taken
@@ -304,14 +312,6 @@ class Sink:
             return True
         return not (indexed_names(self) - {*placed}).isdisjoint(new)
 
-    def _like(self, outdated: Iterable[str]) -> os.stat_result | None:
-        """Return the status of an old shard."""
-        for name in outdated:
-            if name == SINGLE or NUMBERED.fullmatch(name):
-                with suppress(OSError):
-                    return os.stat(self.shown(name))
-        return None
-
     # ---- unfinished conversions ----
 
     def waiting(self, call: str) -> Sink:
@@ -319,7 +319,6 @@ class Sink:
         return self / RESUME / call
 
     def write_record(self, call: str, file: str, record: Mapping[str, Any]) -> None:
-        """Write the record of a complete shard."""
         if self.location.files.remote:
             record = {**record, "object": self.identity(file)}
         text = (json.dumps(record, indent=1) + "\n").encode()
@@ -346,7 +345,7 @@ class Sink:
     def records(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the valid records of the folder by call and by shard."""
         by_call = {}
-        for call in sorted(filter(_CALL.fullmatch, (self / RESUME).names())):
+        for call in sorted(filter(CALL.fullmatch, (self / RESUME).names())):
             listed = sorted(self.waiting(call).names())
             files = [name.removesuffix(RECORD) for name in listed if name.endswith(".safetensors" + RECORD)]
             of_call = self.location.files.each(partial(self.record, call), files)
@@ -367,7 +366,7 @@ class Sink:
 
     def clear_records(self, calls: Iterable[str] | None = None) -> None:
         """Remove the records and waiting shards of calls, or of all; other files stay."""
-        calls = sorted(filter(_CALL.fullmatch, (self / RESUME).names() if calls is None else calls))
+        calls = sorted(filter(CALL.fullmatch, (self / RESUME).names() if calls is None else calls))
         for call in calls:
             place = self.waiting(call)
             ours = (".safetensors" + RECORD, ".tmp")
@@ -397,6 +396,175 @@ class Sink:
                 text = f"An unfinished conversion: {of}; pass resume=True to continue or overwrite=True to start over"
                 raise existing_file(location.shown, text)
         raise existing_file(location.shown)
+
+
+class StoreSink(Sink):
+    """A folder in a store behind a URL, where nothing can be renamed. The path holds secrets; the pickle holds none.
+
+    New shards get new names if they replace a checkpoint, and the old shards are removed once the index names the new
+    shards. If the conversion is interrupted, the folder has the old checkpoint, the new one, or an index of a missing
+    file.
+    """
+
+    _unreadable = (FileNotFoundError, FormatError)
+
+    def __init__(self, files: Files, path: str) -> None:
+        if urls.needs_query(path):
+            raise UnsupportedError(f"{files.shown(path)}: expected the URL of a folder, without ? and #")
+        super().__init__(files, path)
+
+    def names(self) -> set[str]:
+        try:
+            return {name for name, _ in self.location.files.listing(self.location.path)}
+        except FileNotFoundError:
+            return set()
+
+    def identity(self, name: str) -> list[Any] | None:
+        with closing(self.location.files.open((self.location / name).path)) as store:
+            return list(store.version[:2])
+
+    @contextmanager
+    def writing(
+        self, name: str, size: int, *, overwrite: bool = True, digest: Digest | None = None
+    ) -> Iterator[AtomicFile]:
+        with (
+            self.staging(name) as path,
+            self.room(size),
+            AtomicFile(path, size, durable=False, digest=digest) as file,
+        ):
+            yield file
+
+    @contextmanager
+    def staging(self, name: str) -> Iterator[str]:
+        """Yield a path in a temporary folder of this machine, and upload the file that is written there."""
+        with tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as folder:
+            path = os.path.join(folder, name)
+            yield path
+            self._upload(path, name)
+
+    def _upload(self, path: str, name: str) -> None:
+        nbytes, shown = os.path.getsize(path), self.shown(name)
+        debug("%s: uploading %d bytes", shown, nbytes)
+        self._change(lambda backend: backend.upload(path, (self.location / name).path), nbytes, shown)
+
+    def _change(self, change: Callable[[Backend], object], nbytes: int, shown: str) -> None:
+        """Change files of the store within a time limit: libraries may wait forever for a silent server."""
+        files: Any = self.location.files
+        backend = files.backend(self.location.path)
+        seconds = _TIMEOUTS * backend.timeout + nbytes / _SLOWEST
+        try:
+            left_behind(lambda: change(backend), seconds)
+        except RemoteError:
+            raise
+        except TimeoutError:
+            raise RemoteTimeoutError(
+                f"the store has not completed a write of {nbytes:,} bytes within {seconds:,.0f} s, but may still do so",
+                shown,
+            ) from None
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Explain a full disk: files are stored in TMPDIR until they are uploaded."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            message = f"No space for {size(nbytes)} to be uploaded from here; set TMPDIR to another folder"
+            raise OSError(error.errno, message, tempfile.gettempdir()) from None
+
+    def remove(self, names: Iterable[str]) -> None:
+        paths = [(self.location / name.rstrip("/")).path + name[len(name.rstrip("/")) :] for name in names]
+        if paths:
+            self._change(lambda backend: backend.remove(paths), 0, self.location.shown)
+
+    # ---- a new checkpoint ----
+
+    @contextmanager
+    def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
+        self._before = self.names() if overwrite else set()
+        self._config = config
+        self._shards: list[str] = []  # uploaded
+        self._complete = False  # True if an index may name the shards
+        # Config and index of the old model, None for a missing file, while an index keeps readers away.
+        self._old: dict[str, bytes | None] = {}
+        self._single: AtomicFile | None = None
+        with (
+            tempfile.TemporaryDirectory(prefix="safeload-", ignore_cleanup_errors=True) as self._folder,
+            ExitStack() as self._stack,
+        ):
+            try:
+                if config is not None and not self._before:  # a new folder has no weights without it
+                    self._shards.append(CONFIG)
+                    self._put(CONFIG, config)
+                yield
+            except BaseException:
+                try:
+                    if self._old:
+                        self._put(INDEX, blocking_index([CONFIG]))
+                        for name, content in self._old.items():
+                            self.remove([name]) if content is None else self._put(name, content)
+                    if self._old or not self._complete:
+                        self.remove(self._shards)
+                except Exception as error:  # the first error is raised
+                    warning("%s: cannot delete the shards of the failed save: %s", self.location.shown, error)
+                raise
+
+    def new(self, name: str, size: int) -> AtomicFile:
+        return self._stack.enter_context(AtomicFile(os.path.join(self._folder, name), size, durable=False))
+
+    def add(self, name: str, file: AtomicFile) -> None:
+        """Upload a file at once, which saves disk space on this machine; ``model.safetensors`` waits for `commit`."""
+        if name == SINGLE:
+            self._single = file
+            return
+        if _STORED_SHARD.fullmatch(name):
+            self._shards.append(name)  # before the upload, because an interrupted upload may still arrive
+        self._send(name, file)
+
+    def _send(self, name: str, file: AtomicFile) -> None:
+        file.commit()
+        self._upload(file.path, name)
+        os.unlink(file.path)
+
+    def commit(
+        self,
+        files: Mapping[str, bytes | Location],
+        waiting: Sequence[tuple[str, str]] = (),
+        placed: Collection[str] = (),
+    ) -> None:
+        new = {*self._shards, *placed}
+        outdated = {name for name in self._before if name == SINGLE or _STORED_SHARD.fullmatch(name)} - new
+        if self._before and INDEX not in files:  # the only shard is model.safetensors
+            outdated = {*outdated, INDEX} - {SINGLE}  # the index may keep readers away
+        for name, content in files.items():
+            if name != INDEX:
+                self._put(name, content)
+        if self._config is not None and self._before:
+            old = {*filter(is_weight_file, self.names())} - new
+            if old and self._config != self.content(CONFIG):
+                # Readers must not find old weights beside the new config: until the new index, this one refuses them.
+                self._old = {name: self.content(name) for name in (CONFIG, INDEX)}
+                self._complete = True
+                self._put(INDEX, blocking_index([CONFIG, *sorted(new)]))
+                if SINGLE in old:
+                    self._old = {}  # it cannot be brought back
+                    self.remove([SINGLE])
+            self._complete = True
+            self._put(CONFIG, self._config)
+        self._complete = True
+        if INDEX in files:
+            self._put(INDEX, files[INDEX])
+        if self._single is not None:
+            self._send(SINGLE, self._single)
+        self._old = {}
+        try:
+            self.remove(sorted(outdated))
+        except (OSError, RemoteError) as error:  # the new checkpoint is complete
+            if {SINGLE, INDEX} & outdated & self.names():  # which readers may prefer
+                raise
+            text = "%s: cannot delete %s of the replaced checkpoint: %s"
+            warning(text, self.location.shown, plural(len(outdated), "file"), error)
 
 
 def find_shard(
