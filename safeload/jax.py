@@ -14,11 +14,11 @@ from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .core import resident, safetensors
 from .core.arrays import Array as NumpyArray
 from .core.arrays import as_array
+from .core.files import PathLike
 from .core.load import parse_target
 from .core.memory import Backend, check_backend, check_threads
 from .core.names import Patterns
 from .core.opening import Paths
-from .core.paths import PathLike
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.runtime import imported

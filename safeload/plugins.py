@@ -14,7 +14,7 @@ import numpy as np
 
 from .core.arrays import Array
 from .core.atomic_file import AtomicFile
-from .core.paths import PathLike
+from .core.files import PathLike
 from .core.registry import Candidate, Content, Format, OpenRequest, StoredTensor
 from .core.tensors import materialize
 from .core.text import error_about

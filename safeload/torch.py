@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from .core import dtypes, resident, safetensors
 from .core.arrays import check_mapping
+from .core.files import PathLike, native_path
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
 from .core.names import Patterns
 from .core.opening import Paths
-from .core.paths import PathLike, native_path
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.runtime import SHARED, imported

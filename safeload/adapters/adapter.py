@@ -15,9 +15,8 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
-from ..core.files import Location
+from ..core.files import Location, read_json
 from ..core.forking import cached_property
-from ..core.json_file import read_json
 from ..core.opening import open_paths
 from ..core.runtime import warning
 from ..core.source import Source

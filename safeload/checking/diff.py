@@ -30,11 +30,10 @@ from ..core.packing import INT8
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import debug, paused
-from ..core.showing import Report, Row, shorten, table
 from ..core.source import Source, in_order, of_array
 from ..core.staging import fill_buffer
 from ..core.tensors import Spans
-from ..core.text import clip, more, plural, printable, show
+from ..core.text import Report, Row, clip, more, plural, printable, shorten, show, table
 from ..core.weight_file import is_remote
 from ..errors import exported, public
 from .stats import measure

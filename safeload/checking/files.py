@@ -21,14 +21,11 @@ import numpy as np
 
 from .. import errors
 from ..conversion.catalog import Catalog
-from ..core.files import Files, Location
+from ..core.files import Files, LocalStore, Location, keeping_position, read_json
 from ..core.foreign import is_zip
-from ..core.json_file import read_json
-from ..core.paths import dangling
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
 from ..core.source import PIECE, file_pieces, in_order
-from ..core.store import LocalStore, keeping_position
-from ..core.text import clip, plural, printable, show
+from ..core.text import clip, dangling, plural, printable, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
 from ..errors import FormatError, MissingShardError, SafeloadError, one_line

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..core.names import pattern_of
-from ..core.showing import NARROW, Report, quantity, shorten, wrap
-from ..core.text import clip, plural, printable, size
+from ..core.text import NARROW, Report, clip, plural, printable, quantity, shorten, size, wrap
 from ..errors import FormatError, UnsupportedError, exported, one_line
 from .stats import StatsTable
 

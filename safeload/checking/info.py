@@ -13,25 +13,28 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import checkpoint as loading
-from ..core.checkpoint import Checkpoint, codes_of, settings_of, tensors_of
+from ..core.checkpoint import Checkpoint, TensorInfos, codes_of, settings_of, tensors_of
 from ..core.names import Patterns, families, natural_key, select
 from ..core.opening import Paths
 from ..core.registry import FormatName, UnknownGlobals
 from ..core.runtime import paused
-from ..core.showing import (
+from ..core.table import TensorInfo
+from ..core.text import (
     BETWEEN_PARTS,
     Result,
-    TensorInfos,
+    clip,
     plain,
+    plural,
+    printable,
     quantity,
     shorten,
+    show,
+    size,
     table,
     terminal_columns,
     terminal_rows,
     wrap,
 )
-from ..core.table import TensorInfo
-from ..core.text import clip, plural, printable, show, size
 from ..errors import SafeloadError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, model_of
 from ..quant.gptq import zeros_disagree

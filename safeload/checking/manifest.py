@@ -23,11 +23,10 @@ from ..conversion import executors
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, opened, pieces_of, run_pieces
 from ..core import dtypes
+from ..core.files import PathLike, native_path, read_json
 from ..core.jobs import native_order
-from ..core.json_file import read_json
 from ..core.memory import check_threads
 from ..core.packing import Grid, Packing, Zeros
-from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import debug

@@ -21,10 +21,9 @@ from ..core.packing import scheme_row
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
-from ..core.showing import Result, ResultTable, figure, table, terminal_columns, width
 from ..core.source import Source, address, of_numbers, of_packed, of_reals
 from ..core.tensors import Tensors
-from ..core.text import printable
+from ..core.text import Result, ResultTable, figure, printable, table, terminal_columns, width
 from ..errors import UnsupportedError, exported, public
 
 _RECORD = jobs.struct_dtype("sl_stats")

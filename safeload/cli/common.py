@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
 from ..core.runtime import NAME
-from ..core.showing import terminal_columns, terminal_rows
-from ..core.text import is_terminal, printable, show
+from ..core.text import is_terminal, printable, show, terminal_columns, terminal_rows
 from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
@@ -447,7 +446,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
 
 def _address_in(path: str) -> str:
     """Return the address in a scheduler file, waiting for the file like Dask's own programs."""
-    from ..core.json_file import read_json
+    from ..core.files import read_json
 
     until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
     while True:

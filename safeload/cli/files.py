@@ -341,7 +341,7 @@ _YES = {True: "yes", False: ""}
 def families(options: argparse.Namespace) -> int:
     """Print the families."""
     from .. import families
-    from ..core.showing import table
+    from ..core.text import table
 
     known = families()
     if options.json:

@@ -15,8 +15,7 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.load import targets
 from ..core.runtime import paused
-from ..core.showing import plain, width
-from ..core.text import plural, printable, show
+from ..core.text import plain, plural, printable, show, width
 from ..errors import SafeloadError
 from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection

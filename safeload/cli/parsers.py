@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
 
 from .._version import __version__
-from ..core.showing import width
+from ..core.text import width
 
 # The commands in the order of the help: the module of each, which has a function of its name, the heading in the help
 # (None: not listed), and the help.

@@ -13,11 +13,10 @@ import numpy as np
 
 from ..core import dtypes, safetensors
 from ..core.arrays import Array
+from ..core.files import PathLike, check_unchanged
 from ..core.load import VIEWED_FROM, Window, load_tensors, parse_target
 from ..core.memory import check_backend
-from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
-from ..core.store import check_unchanged
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, error_about, plural, printable, show
 from ..core.thread_group import Prefetch, Task

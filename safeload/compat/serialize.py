@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from ..core.arrays import check_mapping
-from ..core.paths import PathLike
+from ..core.files import PathLike
 from ..core.resident import parse_table
 from ..core.safetensors import FileWriter, TensorToWrite
 from ..core.text import show

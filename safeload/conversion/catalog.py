@@ -22,14 +22,13 @@ from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, not_an_array
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
-from ..core.files import Located, Location
+from ..core.files import Located, Location, PathLike
 from ..core.forking import cached_property
 from ..core.memory import Backend
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import open_paths
 from ..core.packing import INT8, Part, scheme_row
-from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed

@@ -11,15 +11,13 @@ from typing import Any, cast
 
 from ..adapters.adapter import listed
 from ..core.checkpoint import Adapters
-from ..core.files import LOCAL
+from ..core.files import LOCAL, LocalStore, PathLike
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
-from ..core.paths import PathLike
 from ..core.progress import SILENT, Progress, reporter
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
 from ..core.runtime import paused, warning
 from ..core.signature import Signature, Verify
-from ..core.store import LocalStore
 from ..core.text import show
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE

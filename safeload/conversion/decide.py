@@ -14,19 +14,16 @@ from typing import Any, NamedTuple, TypedDict
 from ..core import dtypes, registry
 from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of
-from ..core.files import Location
+from ..core.files import Location, PathLike
 from ..core.load import parse_target
-from ..core.metadata import as_texts
 from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.packing import MLX, SCHEMES
-from ..core.paths import PathLike
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import debug, paused, warning
-from ..core.showing import Result
 from ..core.signature import Verify
 from ..core.tensors import LazyParts, Spans, Tensors
-from ..core.text import plural, printable, show, size
+from ..core.text import Result, as_texts, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type

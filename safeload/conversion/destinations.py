@@ -23,13 +23,11 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, check_place, existing_file
 from ..core.described import pack
-from ..core.files import LOCAL, Located, Location
+from ..core.files import LOCAL, Located, Location, PathLike, absolute, identity_of, native_path
 from ..core.native import ffi
-from ..core.paths import PathLike, absolute, native_path
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
 from ..core.runtime import warning
 from ..core.safetensors import ROOM, FileWriter, source_of
-from ..core.store import identity_of
 from ..core.tensors import Lazy, LazyParts
 from ..core.text import parse_size, show
 from ..errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved

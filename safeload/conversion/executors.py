@@ -21,13 +21,11 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Location
+from ..core.files import LOCAL, Location, absolute, check_unchanged, identity_of, native_path
 from ..core.opening import reopen_subset
-from ..core.paths import absolute, native_path
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import debug, paused
-from ..core.store import check_unchanged, identity_of
 from ..core.tensors import Spans
 from ..core.text import plural, printable, show
 from ..core.weight_file import WeightFile

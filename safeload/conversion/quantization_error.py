@@ -11,8 +11,7 @@ import numpy as np
 
 from ..core.arrays import Array, as_array
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.showing import Result, ResultTable, table
-from ..core.text import printable, subject
+from ..core.text import Result, ResultTable, printable, subject, table
 from ..errors import exported, public
 from .catalog import Catalog, Given, TensorDescription
 from .rules import like, schema_of, tied_heads

@@ -51,10 +51,19 @@ from functools import partial
 from typing import Any
 
 from ..core.atomic_file import AtomicFile, Digest, Swap, existing_file, hidden_name, naming, remove_abandoned
-from ..core.files import Files, Location
-from ..core.json_file import MAX_JSON, read_json
-from ..core.paths import absolute
-from ..core.store import Identity, blocks_of, identity_of, read_at, sha256_of, sync_folder
+from ..core.files import (
+    MAX_JSON,
+    Files,
+    Identity,
+    Location,
+    absolute,
+    blocks_of,
+    identity_of,
+    read_at,
+    read_json,
+    sha256_of,
+    sync_folder,
+)
 from ..core.text import plural
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
@@ -128,7 +137,7 @@ class Sink:
             return None
 
     def read_json(self, name: str, what: str) -> dict[str, Any]:
-        """Parse a file; see `core.json_file.read_json`."""
+        """Parse a file; see `core.files.read_json`."""
         location = self.location / name
         return read_json(location.path, what, location.files)
 

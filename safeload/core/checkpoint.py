@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
 from .arrays import Array, TensorLike
 from .cast import astype
-from .files import LOCAL, Located, Location
+from .files import LOCAL, Located, Location, PathLike
 from .forking import cached_property
 from .load import DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
 from .memory import Backend
@@ -20,7 +21,6 @@ from .names import Patterns, choose
 from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
 from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
-from .paths import PathLike
 from .progress import Progress
 from .quantized_tensor import dequantize_index, read_index, take_rows
 from .registry import (
@@ -38,11 +38,10 @@ from .registry import (
     reopen_file,
 )
 from .runtime import debug, paused
-from .showing import TensorInfos, as_html
 from .slice import TAKE, read_slice
 from .table import TensorInfo, distinct, hidden, missing
 from .tensors import FileTensor, Tensors
-from .text import error_about, plural, show
+from .text import ROWS, error_about, html_table, more, plural, screen, show, size
 from .weight_file import WeightFile, infos_of, quantization_in
 
 if TYPE_CHECKING:
@@ -172,6 +171,34 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
 # ---- a checkpoint ----
 
 
+class TensorInfos(dict[str, TensorInfo]):
+    """Descriptions of tensors by name, in a read-only dict; ``dict(infos)`` is a copy that can be changed."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("tensor descriptions are read-only")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorInfos, (dict(self),)
+
+    def __repr__(self) -> str:
+        return screen(f"<{plural(len(self), 'tensor')}>", self)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def _repr_html_(self) -> str:
+        return _html(plural(len(self), "tensor"), self)
+
+
+def _html(title: str, infos: Mapping[str, TensorInfo]) -> str:
+    """Return a table of the first tensors for a notebook."""
+    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos.values(), ROWS)]
+    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(len(infos), ROWS)))
+
+
 @exported()
 class Checkpoint(Mapping[str, TensorLike]):
     """The tensors of a file or a folder, by name. `safeload.open` returns it.
@@ -279,7 +306,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     def _repr_html_(self) -> str:
-        return as_html(repr(self)[1:-1], self.tensors)
+        return _html(repr(self)[1:-1], self.tensors)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

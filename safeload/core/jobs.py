@@ -12,10 +12,10 @@ import numpy as np
 
 from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
+from .files import LocalStore, direct_of, none_free
 from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import SILENT, Progress, reporter
-from .store import LocalStore, direct_of, none_free
 from .tensors import Spans
 from .text import subject
 from .weight_file import WeightFile, is_remote

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
 from .arrays import Array, ArraySpec, array_over, check_mapping, foreign_order, not_an_array, over, refuse_masked
+from .files import LocalStore, mapping_of
 from .jobs import Batch, Job, moving, read_small
 from .memory import (
     ALIGNMENT,
@@ -32,7 +33,6 @@ from .native import address_of, ffi, lib, pointer, short
 from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
-from .store import LocalStore, mapping_of
 from .table import Entry
 from .tensors import (
     CONVERT,

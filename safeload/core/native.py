@@ -14,8 +14,7 @@ import struct
 from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from .paths import os_error
-from .text import show, tensor_named
+from .text import os_error, show, tensor_named
 
 try:
     from .._core import ffi as ffi

@@ -28,7 +28,7 @@ from ..errors import FormatError, SafeloadError, UnsupportedError
 from . import dtypes
 from .arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, write_pieces
-from .paths import PathLike
+from .files import PathLike
 from .registry import BY_NAME, Candidate, Content, OpenRequest
 from .table import ListedTable, Listing, unreadable
 from .tensors import Lazy

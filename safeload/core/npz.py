@@ -15,8 +15,8 @@ import numpy as np
 from ..errors import SafeloadError
 from .arrays import check_mapping
 from .atomic_file import AtomicFile
+from .files import PathLike
 from .npy import SUFFIX, check_writable, read_array
-from .paths import PathLike
 from .registry import Candidate, Content, OpenRequest, check_whole
 from .table import ListedTable, Listing
 from .tensors import materialize

@@ -12,11 +12,9 @@ from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError
 from . import foreign, registry
-from .files import LOCAL, Files, Located, unchanged
-from .paths import PathLike, private_text
+from .files import LOCAL, Files, Located, PathLike, compare, private_text, unchanged
 from .registry import Opened, Recipe, UnknownGlobals, part
 from .runtime import debug
-from .store import compare
 from .text import show
 from .weight_file import WeightFile
 

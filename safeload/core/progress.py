@@ -46,7 +46,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         with _text(label, animated, leave) as report:
             yield report
         return
-    from .showing import width  # only here: most loads draw nothing
+    from .text import width  # only here: most loads draw nothing
 
     drawn: Any = None
 

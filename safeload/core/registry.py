@@ -25,13 +25,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
-from . import dtypes, foreign, paths
+from . import dtypes, foreign, text
 from .arrays import array_fits
-from .files import LOCAL, Files, unchanged
+from .files import LOCAL, WINDOW, Files, is_bare, unchanged
 from .forking import cached_property
-from .paths import is_bare
 from .runtime import paused
-from .store import WINDOW
 from .table import ListedTable, Listing
 from .text import error_about, show
 from .weight_file import WeightFile, open_without_table, places_in
@@ -108,7 +106,7 @@ def part(name: str) -> Any:
         return _Absent(str(error))
 
 
-paths.explaining = partial(part, "missing paths")
+text.explaining = partial(part, "missing paths")
 
 
 @exported("safeload.plugins")

@@ -16,14 +16,13 @@ import numpy as np
 from ..errors import path_error
 from . import dtypes, native
 from .arrays import Array, array_over, array_spec, over
+from .files import LocalStore, PathLike, native_path, with_room
 from .memory import HUGE_FROM, private_array, thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
-from .paths import PathLike, native_path
 from .runtime import paused
 from .table import Table
 
 if TYPE_CHECKING:
-    from .store import LocalStore
     from .weight_file import WeightFile
 
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
@@ -51,22 +50,21 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
     table = Table(address, fields[native.LOADED_COLUMNS :])
     if not content:
         try:
-            file_of, store_of = _opening()
+            file_of = _opening()
         except BaseException:  # for example if no descriptor is left to read a module
             short.sl_file_close(fields[0])
             raise
-        return file_of(text, store_of(text, fields[:5], brief=True), table)
+        return file_of(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
     return Resident(table, views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
 
 
 @cache  # a call takes a tenth of the time of an import statement
-def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
-    """Import the classes of larger files."""
-    from .store import LocalStore
+def _opening() -> type[WeightFile]:
+    """Import the class of larger files."""
     from .weight_file import WeightFile
 
-    return WeightFile, LocalStore
+    return WeightFile
 
 
 def read_or_open(path: PathLike, largest: int, folders: str, explained: bool = True) -> tuple[str, tuple[Any, ...]]:
@@ -82,9 +80,8 @@ def read_or_open(path: PathLike, largest: int, folders: str, explained: bool = T
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
     """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
-    store = sys.modules.get(f"{__package__}.store")  # without it, there are no files to close
-    if status == lib.SL_E_OS and store is not None:
-        status = store.with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    if status == lib.SL_E_OS:
+        status = with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
     if status == lib.SL_E_FORMAT:

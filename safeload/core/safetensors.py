@@ -16,15 +16,14 @@ from ..errors import SafetensorError, unsaved
 from . import dtypes, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
+from .files import WINDOW, LocalStore, PathLike
 from .native import Error, check, ffi, lib, pointer, short
-from .paths import PathLike
 from .registry import Candidate, Content, OpenRequest, part
 from .resident import read_or_open
 from .runtime import paused
-from .store import WINDOW, LocalStore
 from .table import Table
 from .tensors import Lazy, Tensors
-from .text import encode, show, tensor_named
+from .text import as_texts, encode, show, tensor_named
 from .weight_file import WeightFile
 
 _NEWLINE = ord("\n")
@@ -298,7 +297,6 @@ def source_of(name: str, value: Any) -> TensorToWrite:
 def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
     from .described import pack
-    from .metadata import as_texts
 
     packed, texts = pack(tensors, as_texts(metadata or {}) or None)
     FileWriter(packed, texts, room=ROOM).to_file(path, **options)

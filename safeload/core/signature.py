@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..errors import exported
-from .paths import PathLike
+from .files import PathLike
 
 
 @exported()

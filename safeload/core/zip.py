@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .atomic_file import reserve
-from .store import LocalStore
+from .files import LocalStore
 from .text import error_about, show
 from .weight_file import WeightFile, open_temporary
 

@@ -76,8 +76,8 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, c_strides
-from ..core.json_file import parse_json
-from ..core.metadata import names_below
+from ..core.files import parse_json
+from ..core.names import names_below
 from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..core.runtime import needed
 from ..core.table import ListedTable, Listing, Unknown, unreadable

@@ -19,8 +19,8 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, check_mapping
 from ..core.atomic_file import AtomicFile, pieces_of, write_pieces
+from ..core.files import PathLike
 from ..core.npy import plain_array
-from ..core.paths import PathLike
 from ..core.registry import Candidate, Content, OpenRequest, StoredTensor
 from ..core.tensors import Lazy
 from ..core.text import encode, error_about, show

@@ -31,8 +31,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.paths import is_bare
-from ..core.store import Unpacked
+from ..core.files import Unpacked, is_bare
 from ..core.text import show
 from ..errors import FormatError, LimitError, UnsupportedError
 from .zstd import decompressed

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.paths import PathLike
+from ..core.files import PathLike
 from ..core.text import show
 from ..errors import FormatError, exported, public
 
@@ -101,7 +101,7 @@ class Layout:
             FormatError: the JSON does not describe a layout.
             OSError: the file cannot be read.
         """
-        from ..core.json_file import read_json  # imported here, because it takes a millisecond
+        from ..core.files import read_json  # imported here, because it takes a millisecond
 
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")

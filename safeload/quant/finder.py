@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ..core import dtypes, packing, registry
-from ..core.json_file import read_json
+from ..core.files import read_json
 from ..core.packing import CODES, Packed, Packing, Part
 from ..core.registry import Opened
 from ..core.table import ListedTable, Listing, Table

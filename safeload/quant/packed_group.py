@@ -14,8 +14,8 @@ import numpy as np
 
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array
+from ..core.files import parse_json
 from ..core.jobs import Job, Origin
-from ..core.json_file import parse_json
 from ..core.memory import empty_array
 from ..core.native import address_of
 from ..core.packing import Grid, Packing, Part, Zeros

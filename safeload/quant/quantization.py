@@ -22,8 +22,8 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from ..core import dtypes, packing
+from ..core.files import parse_json, read_if_there
 from ..core.forking import cached_property
-from ..core.json_file import parse_json, read_if_there
 from ..core.runtime import read_data
 from ..core.text import clip, printable, show
 from ..core.weight_file import WeightFile
@@ -104,7 +104,7 @@ class Quantization:
             described["model_type"] = model_type
         if not described:
             return ""
-        import json  # as in stores/json_file
+        import json  # as in core/files.py
 
         return json.dumps(described)
 
@@ -284,7 +284,7 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # all packed tensors of a checkpoint have the same text
 def _parsed(text: str) -> Quantization | None:
-    import json  # as in stores/json_file
+    import json  # as in core/files.py
 
     return quantization_of(json.loads(text))
 

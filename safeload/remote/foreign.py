@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from ..core.files import WINDOW, ByteStore, replace
 from ..core.runtime import debug
-from ..core.store import WINDOW, ByteStore, replace
 from ..core.text import error_about, printable, show
 from ..core.thread_group import current, each
 from ..errors import (

@@ -16,8 +16,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..core.json_file import read_json
-from ..core.paths import folder_names
+from ..core.files import folder_names, read_json
 from ..core.text import clip, error_about, printable
 from ..errors import FormatError, UnsupportedError
 

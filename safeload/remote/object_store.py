@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.files import Location
+from ..core.files import WINDOW, ByteStore, Location
 from ..core.runtime import needed
-from ..core.store import WINDOW, ByteStore
 from ..core.thread_group import left_behind
 from ..errors import UnsupportedError
 from . import url as urls

@@ -22,10 +22,8 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.files import LOCAL
-from ..core.json_file import read_json
+from ..core.files import LOCAL, folder_names, read_json
 from ..core.opening import open_paths
-from ..core.paths import folder_names
 from ..core.registry import GGUF, SAFETENSORS, Opened, Recipe, open_file
 from ..core.text import error_about, plural, show
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file

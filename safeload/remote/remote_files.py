@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..core.files import LOCAL, Files
+from ..core.files import LOCAL, WINDOW, ByteStore, Files, LocalStore, open_local
 from ..core.runtime import needed
-from ..core.store import WINDOW, ByteStore, LocalStore, open_local
 from ..core.text import show
 from ..errors import UnsupportedError, missing_file
 from . import url as urls

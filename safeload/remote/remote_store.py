@@ -10,12 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from ..core.files import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
 from ..core.forking import ProcessLock
-from ..core.store import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
 from ..core.text import error_about, show
-from ..core.thread_group import each, fill, left_behind, read_spans
+from ..core.thread_group import each, fill, left_behind
 from ..errors import FormatError, UnsupportedError
 from . import url as urls
+from .fetch import read_spans
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.

@@ -34,12 +34,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..core.files import LOCAL, Files
-from ..core.json_file import MAX_JSON, parse_json
-from ..core.paths import PathLike
+from ..core.files import LOCAL, MAX_JSON, Files, PathLike, parse_json, read_at
 from ..core.runtime import needed
 from ..core.signature import Signature, Verify
-from ..core.store import read_at
 from ..core.text import error_about, show
 from ..errors import FormatError, VerificationError, one_line
 from ..remote.places import places_of

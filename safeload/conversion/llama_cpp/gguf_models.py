@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...core import dtypes
-from ...core.files import Location
-from ...core.json_file import read_if_there
+from ...core.files import Location, read_if_there
 from ...core.runtime import warning
 from ...core.text import error_about, plural, show
 from ...errors import FormatError, UnsupportedError
