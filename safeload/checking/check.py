@@ -31,11 +31,11 @@ from ..core.packing import Packed
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
 from ..core.registry import BY_NAME, GGUF
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.source import Source, source_pieces
 from ..core.table import Unknown
 from ..core.tensors import packed_of
-from ..core.text import figure, os_error, plural, show
+from ..core.text import debug, figure, os_error, plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..formats.numbered import other_form

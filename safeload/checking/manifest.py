@@ -29,10 +29,9 @@ from ..core.memory import check_threads
 from ..core.packing import Grid, Packing, Zeros
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.runtime import debug
 from ..core.source import file_pieces, in_order, source_pieces
 from ..core.tensors import packed_of
-from ..core.text import plural, show
+from ..core.text import debug, plural, show
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
 from .findings import Finding, find

@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..core.runtime import NAME
-from ..core.text import is_terminal, printable, show, terminal_columns, terminal_rows
+from ..core.text import NAME, is_absent, is_terminal, printable, show, terminal_columns, terminal_rows
 from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
@@ -396,8 +395,6 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     import logging
     from concurrent.futures import CancelledError
     from pkgutil import resolve_name
-
-    from ..core.runtime import is_absent
 
     try:
         from distributed import Client, Security, client, comm

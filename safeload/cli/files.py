@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.text import plural, printable, show
+from ..core.text import plural, printable, show, table
 from ..errors import SafeloadError
 from . import common
 from .parsers import JSON, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
@@ -341,7 +341,6 @@ _YES = {True: "yes", False: ""}
 def families(options: argparse.Namespace) -> int:
     """Print the families."""
     from .. import families
-    from ..core.text import table
 
     known = families()
     if options.json:

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..core.forking import ProcessLock
-from ..core.runtime import PACKAGE, imported, is_absent
+from ..core.runtime import PACKAGE, ProcessLock, imported
+from ..core.text import is_absent
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder

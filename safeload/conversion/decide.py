@@ -20,10 +20,10 @@ from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.packing import MLX, SCHEMES
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
-from ..core.runtime import debug, paused, warning
+from ..core.runtime import paused
 from ..core.signature import Verify
 from ..core.tensors import LazyParts, Spans, Tensors
-from ..core.text import Result, as_texts, plural, printable, show, size
+from ..core.text import Result, as_texts, debug, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type

@@ -26,10 +26,9 @@ from ..core.described import pack
 from ..core.files import LOCAL, Located, Location, PathLike, absolute, identity_of, native_path
 from ..core.native import ffi
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
-from ..core.runtime import warning
 from ..core.safetensors import ROOM, FileWriter, source_of
 from ..core.tensors import Lazy, LazyParts
-from ..core.text import parse_size, show
+from ..core.text import parse_size, show, warning
 from ..errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
 from ..formats.folder import INDEX, SINGLE
 from ..models.choosing import with_dtype

@@ -25,9 +25,9 @@ from ..core.files import LOCAL, Location, absolute, check_unchanged, identity_of
 from ..core.opening import reopen_subset
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.tensors import Spans
-from ..core.text import plural, printable, show
+from ..core.text import debug, plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from ..formats.folder import CONFIG

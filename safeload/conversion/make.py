@@ -28,12 +28,12 @@ from ..core.packing import INT8, SCHEMES, Part, usual_axis
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ..core.registry import SAFETENSORS, row_of
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
 from ..core.staging import read_ahead
 from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
-from ..core.text import as_texts, error_about, show
+from ..core.text import as_texts, debug, error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties

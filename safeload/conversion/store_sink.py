@@ -16,8 +16,7 @@ from typing import Any, cast
 
 from ..core.atomic_file import AtomicFile, Digest
 from ..core.files import Files, Location
-from ..core.runtime import debug, warning
-from ..core.text import plural, size
+from ..core.text import debug, plural, size, warning
 from ..core.thread_group import left_behind
 from ..errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ..formats.folder import CONFIG, INDEX, SINGLE, is_weight_file

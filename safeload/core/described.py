@@ -128,11 +128,10 @@ def unpack(file: WeightFile) -> dict[str, str]:
         raise FormatError(f"{KEY} is not JSON: {error}", file.path) from None
     if not isinstance(described, dict):
         raise FormatError(f"{KEY} must be a JSON object, got {type(described).__name__}", file.path)
-    listings = {}
+    columns = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
+    listings = {name: Listing(name, row, shape, *place) for name, row, shape, place in columns}
     scales = set()
     named: dict[str, str] = {}  # only tensors with another name than their codes
-    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
-        listings[name] = Listing(name, row, shape, begin, end)
     for name, entry in described.items():
         if isinstance(entry, dict) and isinstance(entry.get("parts"), dict):
             continue  # a packed tensor, recognised by the names and shapes of its parts as in a published checkpoint

@@ -15,11 +15,12 @@ import weakref
 from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ..errors import FormatError, SafeloadError, exported, public
 from .arrays import Array
-from .native import Error, check, ffi, lib, mapped_buffer, pointer, short
+from .native import Error, check, ffi, kept, lib, pointer, short
 from .text import os_error, show
 
 _Item = TypeVar("_Item")
@@ -220,7 +221,7 @@ _UNCHECKED = 32
 # Maximum number of open files, even if the system's limit is higher.
 _MOST_OPEN = 4096
 # Errors of the system if the process or the machine has no free descriptor.
-_NONE_FREE = (errno.EMFILE, errno.ENFILE)
+NONE_FREE = (errno.EMFILE, errno.ENFILE)
 # Seconds to wait for other threads to end their uses; without users, for threads that have not yet listed a file.
 _PATIENCE, _MOMENT = 30.0, 0.1
 
@@ -263,7 +264,7 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
     if status is None:  # no attempt yet
         status = attempt()
     begin = alive = time.monotonic()
-    while status == lib.SL_E_OS and none_free(error.os_errno):
+    while status == lib.SL_E_OS and error.os_errno in NONE_FREE:
         now = time.monotonic()
         with _lock:
             users = {thread for threads in _used.values() for thread in threads}
@@ -277,11 +278,6 @@ def with_room(attempt: Callable[[], int], error: Any, status: int | None = None)
             time.sleep(0.001)
         status = attempt()
     return status
-
-
-def none_free(number: int | None) -> bool:
-    """Return True if an open failed with this error because no descriptor was free."""
-    return number in _NONE_FREE
 
 
 def _after_fork() -> None:
@@ -459,7 +455,7 @@ class LocalStore:
         error = Error()
         status = self.use(short.sl_file_map, self.size, pointer(address), pointer(error))
         check(status, error, self.path)
-        return mapped_buffer(address[0], self.size)
+        return ffi.buffer(kept(address[0], short.sl_file_unmap, self.size), self.size)
 
     def close(self) -> None:
         """Close the descriptor, or let its last user close it; arrays over mappings stay valid."""
@@ -799,6 +795,31 @@ def parse_json(content: bytes, what: str, text: str) -> dict[str, Any]:
         if not level:
             return value
     raise FormatError(f"{what} is nested more than {MAX_DEPTH} levels deep", text)
+
+
+@cache
+def read_data(module: str, file: str) -> dict[str, Any]:
+    """Return the JSON object in a file beside a module, with tuples for arrays; nobody may change it.
+
+    The module's loader reads it, from a zip archive too. Importing `importlib.resources` takes longer than most loads.
+    """
+    import json  # only here: it takes a millisecond, and most calls need no table
+
+    spec: Any = sys.modules[module].__spec__
+    content = spec.loader.get_data(os.path.join(os.path.dirname(spec.origin), file))
+    result: dict[str, Any] = json.loads(content, object_pairs_hook=_object)
+    return result
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = {key: _frozen(value) for key, value in pairs}
+    if len(result) < len(pairs):
+        raise ValueError(f"duplicate key in {[key for key, _ in pairs]}")
+    return result
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if type(value) is list else value
 
 
 # ---- replacing a file ----

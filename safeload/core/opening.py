@@ -14,8 +14,7 @@ from ..errors import FormatError
 from . import foreign, registry
 from .files import LOCAL, Files, Located, PathLike, compare, private_text, unchanged
 from .registry import Opened, Recipe, UnknownGlobals, part
-from .runtime import debug
-from .text import show
+from .text import debug, show
 from .weight_file import WeightFile
 
 # Absolute path of each file, and its identity when it was opened or the first fields of that identity.

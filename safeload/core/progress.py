@@ -14,7 +14,7 @@ from importlib import import_module
 from threading import RLock
 from typing import Any, TypeAlias
 
-from .text import is_terminal, size
+from .text import is_terminal, size, width
 
 Report = Callable[[int, int], object]
 # Type of the argument ``progress``: True for a bar, or a callable that takes (bytes_done, bytes_total).
@@ -46,7 +46,6 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         with _text(label, animated, leave) as report:
             yield report
         return
-    from .text import width  # only here: most loads draw nothing
 
     drawn: Any = None
 

@@ -56,7 +56,7 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
             raise
         return file_of(text, LocalStore(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, views_of(table, ffi.buffer(native.kept(ffi.cast("void *", content), short.sl_free), size)))
 
 
 @cache  # a call takes a tenth of the time of an import statement

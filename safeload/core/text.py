@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from itertools import accumulate, islice, repeat
 from typing import Any, ClassVar, TextIO, TypeAlias, TypeVar
 
@@ -545,3 +546,57 @@ class ResultTable(Result, dict[str, _R]):
 
     def _about(self) -> Sequence[str]:
         return [plural(len(self), "tensor")]
+
+
+# ---- packages that are not installed ----
+
+
+def needed(package: str, text: str, pip: str = "", *others: str) -> Any:
+    """Import an optional package, or raise the error for one that is not installed: ``text`` says what needs it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        text = f"{text}, which is not installed: pip install {pip or package}"
+        raise not_installed(error, text, package, *others) from None
+
+
+def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
+    """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.
+
+    An installed package fails too: if another package or a library is missing, or if memory is limited.
+    """
+    name = next(filter(is_absent, packages), None)
+    return error if name is None else ModuleNotFoundError(text, name=name)
+
+
+def is_absent(package: str) -> bool:
+    """Return whether a module is not installed, without importing it."""
+    from importlib.util import find_spec  # only here: nearly all imports succeed
+
+    if package in sys.modules:
+        return sys.modules[package] is None
+    try:
+        return find_spec(package) is None
+    except ModuleNotFoundError:  # by a finder that forbids the package
+        return True
+    except Exception:  # such as a MemoryError
+        return False
+
+
+# ---- ``logging.getLogger("safeload")``: warnings for users, and details for programs if enabled ----
+
+NAME = "safeload"
+
+
+def debug(message: str, *arguments: object) -> None:
+    """Log a line for debugging. A program that wants these has imported `logging`, which takes milliseconds."""
+    logging = sys.modules.get("logging")
+    if logging is not None and hasattr(logging, "getLogger"):
+        logging.getLogger(NAME).debug(message, *arguments)
+
+
+def warning(message: str, *arguments: object) -> None:
+    """Log a line for the user: on stderr, unless the program handles log records."""
+    import logging
+
+    logging.getLogger(NAME).warning(message, *arguments)

@@ -28,10 +28,9 @@ from ..core.native import Error, address_of, check, ffi, kept, lib, pointer, sho
 from ..core.packing import CODES, GGUF, INT8, SCALE
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.registry import Candidate, Content, OpenRequest
-from ..core.runtime import warning
 from ..core.table import Table, Unknown
 from ..core.tensors import Lazy, LazyParts, materialize
-from ..core.text import as_texts, check_name, clip, encode, error_about, printable, show, tensor_named
+from ..core.text import as_texts, check_name, clip, encode, error_about, printable, show, tensor_named, warning
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError
 from ..models.diffusion import ARCHITECTURE, SHAPE_KEY, is_rearranged, model_of

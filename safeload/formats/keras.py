@@ -79,9 +79,8 @@ from ..core.arrays import Array, array_fits, c_strides
 from ..core.files import parse_json
 from ..core.names import names_below
 from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
-from ..core.runtime import needed
 from ..core.table import ListedTable, Listing, Unknown, unreadable
-from ..core.text import error_about, show
+from ..core.text import error_about, needed, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, Archive, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError

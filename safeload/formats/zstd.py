@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.files import ByteStore, Memory
-from ..core.forking import ProcessLock
-from ..core.runtime import needed
-from ..core.text import error_about, show
+from ..core.runtime import ProcessLock
+from ..core.text import error_about, needed, show
 from ..errors import FormatError, LimitError
 
 # Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.

@@ -24,9 +24,8 @@ from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.registry import OpenRequest
 from ..core.restore import rows_apart
-from ..core.runtime import not_installed
 from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
-from ..core.text import clip, error_about, printable, show, tensor_named
+from ..core.text import clip, error_about, not_installed, printable, show, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, UnsupportedError
 from .checkpoints import selecting

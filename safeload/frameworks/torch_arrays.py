@@ -11,11 +11,10 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, foreign_order
-from ..core.runtime import not_installed
 from ..core.safetensors import TensorToWrite
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
-from ..core.text import clip, error_about, printable, show
+from ..core.text import clip, error_about, not_installed, printable, show
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 
 try:

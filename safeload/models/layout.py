@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.files import PathLike
+from ..core.files import PathLike, read_json
 from ..core.text import show
 from ..errors import FormatError, exported, public
 
@@ -101,8 +101,6 @@ class Layout:
             FormatError: the JSON does not describe a layout.
             OSError: the file cannot be read.
         """
-        from ..core.files import read_json  # imported here, because it takes a millisecond
-
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")
         entries = content.get("tensors")

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from ..core.arrays import Array
+from ..core.files import read_data
 from ..core.packing import CODES, SCALE, Packing
-from ..core.runtime import read_data
 from ..core.text import show
 
 # The usual formats are in the last modules.

@@ -22,9 +22,8 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from ..core import dtypes, packing
-from ..core.files import parse_json, read_if_there
-from ..core.forking import cached_property
-from ..core.runtime import read_data
+from ..core.files import parse_json, read_data, read_if_there
+from ..core.runtime import cached_property
 from ..core.text import clip, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError

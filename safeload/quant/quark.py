@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core import packing
+from ..core.files import read_data
 from ..core.packing import Grid, Packing, Zeros
-from ..core.runtime import read_data
 from ..core.text import show
 from ..errors import UnsupportedError
 from . import floats

@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..core.files import WINDOW, ByteStore, replace
-from ..core.runtime import debug
-from ..core.text import error_about, printable, show
+from ..core.text import debug, error_about, printable, show
 from ..core.thread_group import current, each
 from ..errors import (
     FormatError,

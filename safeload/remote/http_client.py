@@ -33,9 +33,8 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
-from ..core.forking import ProcessLock, making_context
-from ..core.runtime import needed
-from ..core.text import show
+from ..core.runtime import ProcessLock, making_context
+from ..core.text import needed, show
 from ..core.thread_group import Stopped, current
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
 from . import url as urls

@@ -25,9 +25,8 @@ from urllib.parse import quote, unquote
 
 from .._version import __version__
 from ..core.files import MAX_JSON, WINDOW, ByteStore, LocalStore, open_local, parse_json
-from ..core.forking import ProcessLock
-from ..core.runtime import debug, needed
-from ..core.text import show
+from ..core.runtime import ProcessLock
+from ..core.text import debug, needed, show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import WINDOW, ByteStore, Location
-from ..core.runtime import needed
+from ..core.text import needed
 from ..core.thread_group import left_behind
 from ..errors import UnsupportedError
 from . import url as urls

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..core.files import LOCAL, WINDOW, ByteStore, Files, LocalStore, open_local
-from ..core.runtime import needed
-from ..core.text import show
+from ..core.text import needed, show
 from ..errors import UnsupportedError, missing_file
 from . import url as urls
 from .foreign import copy_whole, public_options

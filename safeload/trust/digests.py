@@ -35,9 +35,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..core.files import LOCAL, MAX_JSON, Files, PathLike, parse_json, read_at
-from ..core.runtime import needed
 from ..core.signature import Signature, Verify
-from ..core.text import error_about, show
+from ..core.text import error_about, needed, show
 from ..errors import FormatError, VerificationError, one_line
 from ..remote.places import places_of
 

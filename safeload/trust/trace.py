@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..core.runtime import read_data
+from ..core.files import read_data
 from ..core.zip import Readable
 from ..errors import FormatError, LimitError
 from ..formats.unpickle import (

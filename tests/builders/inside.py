@@ -10,7 +10,7 @@ import os
 # Each name, with its module below safeload, or with ``module:attribute``.
 NAMES = {
     "dtypes": "core.dtypes",
-    "forking": "core.forking",
+    "forking": "core.runtime",
     "ffi": "core.native:ffi",
     "lib": "core.native:lib",
     "available_tiers": "core.native:available_tiers",
@@ -36,7 +36,6 @@ NAMES = {
     "mixtures": "formats.mixtures",
     "keras": "formats.keras",
     "npy": "core.npy",
-    "npz": "core.npz",
     "onnx_model": "formats.onnx",
     "orbax_chunks": "formats.orbax",
     "ocdbt": "formats.ocdbt",
