@@ -16,7 +16,7 @@ from .core.files import PathLike, native_path
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
 from .core.names import Patterns
-from .core.opening import Paths
+from .core.opening import Paths, Verify
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.runtime import SHARED, imported
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
-    from .core.signature import Verify
     from .frameworks.torch_arrays import Device, Module, Tensor
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]

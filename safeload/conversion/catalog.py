@@ -26,7 +26,7 @@ from ..core.files import Located, Location, PathLike
 from ..core.memory import Backend
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
-from ..core.opening import open_paths
+from ..core.opening import Verify, open_paths
 from ..core.packing import INT8, Part, scheme_row
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import cached_property, paused
@@ -45,7 +45,6 @@ from ..remote.places import is_file_object, is_located
 
 if TYPE_CHECKING:
     from ..adapters.merge import Merge
-    from ..core.signature import Verify
 
 
 class TensorDescription(NamedTuple):

@@ -14,10 +14,10 @@ from ..core.checkpoint import Adapters
 from ..core.files import LOCAL, LocalStore, PathLike
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
+from ..core.opening import Signature, Verify
 from ..core.progress import SILENT, Progress, reporter
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
 from ..core.runtime import paused
-from ..core.signature import Signature, Verify
 from ..core.text import show, warning
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE

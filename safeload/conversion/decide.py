@@ -17,11 +17,11 @@ from ..core.checkpoint import file_notes_of
 from ..core.files import Location, PathLike
 from ..core.load import parse_target
 from ..core.names import Patterns, Renames, Selection, check_matches
+from ..core.opening import Verify
 from ..core.packing import MLX, SCHEMES
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
-from ..core.signature import Verify
 from ..core.tensors import LazyParts, Spans, Tensors
 from ..core.text import Result, as_texts, debug, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported

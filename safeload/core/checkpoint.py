@@ -17,7 +17,7 @@ from .files import LOCAL, Located, Location, PathLike
 from .load import DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
-from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
+from .opening import Paths, Seen, Verify, open_paths, pickled, reopen, seen_of
 from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
 from .progress import Progress
@@ -46,7 +46,6 @@ from .weight_file import WeightFile, infos_of, quantization_in
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .signature import Verify
     from .stream import LayerStream, Order, Out, StreamOptions, TensorStream
 
 # Indices of rows: integers, or a boolean mask.

@@ -125,10 +125,7 @@ def plural(count: int, noun: str) -> str:
 
 def unit(nbytes: float) -> tuple[int, str]:
     """Return the unit to show a size in: its number of bytes and its name."""
-    power = 0
-    while nbytes >= 1024 and power < len(_UNITS) - 1:
-        nbytes /= 1024
-        power += 1
+    power = next((k for k in range(len(_UNITS) - 1) if nbytes < 1024 ** (k + 1)), len(_UNITS) - 1)
     return 1024**power, _UNITS[power]
 
 
@@ -397,7 +394,7 @@ def _html_cell(value: str) -> str:
 ROWS, _LINES, _LISTED = 20, 8, 100
 
 # Maximum length of a name in a repr.
-_NAME = 60
+_NAME_IN_REPR = 60
 
 
 def screen(head: str, tensors: Mapping[str, Any]) -> str:
@@ -405,7 +402,7 @@ def screen(head: str, tensors: Mapping[str, Any]) -> str:
     lines = [head]
     for name, tensor in islice(tensors.items(), _LINES):
         kind = getattr(tensor, "scheme", None) or getattr(tensor, "dtype", type(tensor).__name__)
-        lines.append(f"  {clip(printable(str(name)), _NAME)}  {kind} {list(getattr(tensor, 'shape', ()))}")
+        lines.append(f"  {clip(printable(str(name)), _NAME_IN_REPR)}  {kind} {list(getattr(tensor, 'shape', ()))}")
     return "\n".join([*lines, *(f"  {line}" for line in more(len(tensors), _LINES))])
 
 
