@@ -169,16 +169,19 @@ def unpack(file: WeightFile) -> dict[str, str]:
 
 def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None, str]:
     """Return scheme, shape, axis and the stored name of the codes."""
-    valid = isinstance(entry, dict) and isinstance(entry.get("scheme"), str)
-    if valid:
-        scheme, shape, axis = entry["scheme"], entry.get("shape"), entry.get("axis")
-        valid = isinstance(shape, list) and all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
-        valid = valid and (axis is None or type(axis) is int)
-        valid = valid and entry.get("codes", name) in (name, name + CODES_SUFFIX)
-    if not valid:
-        expected = f'{{"scheme": text, "shape": [integers], "axis": integer or null, "codes": name + "{CODES_SUFFIX}"}}'
-        raise FormatError(f"{KEY}: the entry of {show(name)} must be {expected}", path)
-    return scheme, tuple(shape), axis, entry.get("codes", name)
+    if isinstance(entry, dict):
+        scheme, shape, axis = map(entry.get, ("scheme", "shape", "axis"))
+        codes = entry.get("codes", name)
+        if (
+            isinstance(scheme, str)
+            and isinstance(shape, list)
+            and all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
+            and (axis is None or type(axis) is int)
+            and codes in (name, name + CODES_SUFFIX)
+        ):
+            return scheme, tuple(shape), axis, codes
+    expected = f'{{"scheme": text, "shape": [integers], "axis": integer or null, "codes": name + "{CODES_SUFFIX}"}}'
+    raise FormatError(f"{KEY}: the entry of {show(name)} must be {expected}", path)
 
 
 def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], name: str, path: str) -> None:

@@ -19,7 +19,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
@@ -385,10 +385,7 @@ def place_beside(file: WeightFile, name: str) -> str | None:
     steps = name.split("/")
     if not all(map(is_bare, steps)) or len(steps) > MAX_FOLDERS:
         return None
-    place = file.files.split(file.place)[0]
-    for step in steps:
-        place = file.files.join(place, step)
-    return place
+    return reduce(file.files.join, steps, file.files.split(file.place)[0])
 
 
 # ---- the rows ----

@@ -94,7 +94,7 @@ def _header(
     *,
     room: int = 0,
 ) -> tuple[Any, Sequence[int], Sequence[int]]:
-    """Return a header with upstream's order, the tensors in the order of their bytes, and bytes of each by name order."""
+    """Return a header, the tensors in the order of their bytes, and the bytes of each by their names; see `Header`."""
     try:
         encoded = "\n".join([*names, ""]).encode() if not room and len(names) <= _FEW else None
     except UnicodeEncodeError:
