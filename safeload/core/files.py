@@ -253,7 +253,6 @@ def _release(count: int) -> bool:
 
 
 def _keep_within_budget() -> None:
-    """Close idle descriptors if too many are open."""
     count = len(_open)
     if count > _UNCHECKED and count > (budget := _budget()):
         _release(count - budget + budget // 4)

@@ -190,7 +190,6 @@ def _is_pattern(text: str) -> bool:
 
 
 def _any_of(patterns: list[str]) -> Callable[[str], bool]:
-    """Return a function that matches any pattern."""
     exact = {text for text in patterns if not _is_pattern(text)}
     match = re.compile("|".join(translate(text) for text in patterns if _is_pattern(text)) or r"(?!)").match
     return lambda name: name in exact or match(name) is not None

@@ -227,7 +227,6 @@ def write_archive(
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """Return the zip entry for a tensor."""
     size, limit = len(encode(name, "tensor name", tensor=name)), _MAX_NAME - len(SUFFIX)
     if "\0" in name:
         raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)

@@ -17,12 +17,8 @@ from .native import lib
 from .text import nearest_five, show
 
 # Layouts of codes (see ``sl_packed`` in csrc/sl_api.h).
-ROWS = int(lib.SL_LAYOUT_ROWS)
-COLUMNS = int(lib.SL_LAYOUT_COLUMNS)
-WORDS = int(lib.SL_LAYOUT_WORDS)
-PLANES = int(lib.SL_LAYOUT_PLANES)
-BLOCKS = int(lib.SL_LAYOUT_BLOCKS)
-MASKED = int(lib.SL_LAYOUT_MASKED)
+ROWS, COLUMNS, WORDS = map(int, (lib.SL_LAYOUT_ROWS, lib.SL_LAYOUT_COLUMNS, lib.SL_LAYOUT_WORDS))
+PLANES, BLOCKS, MASKED = map(int, (lib.SL_LAYOUT_PLANES, lib.SL_LAYOUT_BLOCKS, lib.SL_LAYOUT_MASKED))
 # A block type only for packed tensors.
 I2_S = int(lib.SL_I2_S)
 

@@ -110,7 +110,6 @@ _Directory: TypeAlias = tuple[list[ZipEntry], int, End | None]
 
 
 def _read_directory(file: WeightFile) -> _Directory:
-    """Read the directory of an archive."""
     end = _read_end(file)
     if end is not None:
         if end.size > MAX_DIRECTORY:
