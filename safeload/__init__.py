@@ -19,7 +19,7 @@
 from importlib import import_module
 
 from ._version import __version__
-from .core import runtime as _runtime  # noqa: F401 - registers hooks for forks
+from .core import forking as _forking  # noqa: F401 - registers hooks for forks
 
 # The public names by module; their types are in __init__.pyi. A module is imported when one of its names is first
 # used, so that programs pay only for the names they use, and `safeload --help` for none.

@@ -14,7 +14,6 @@ from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .core import resident, safetensors
 from .core.arrays import Array as NumpyArray
 from .core.arrays import as_array
-from .core.files import PathLike
 from .core.load import parse_target
 from .core.memory import Backend, check_backend, check_threads
 from .core.names import Patterns
@@ -22,6 +21,7 @@ from .core.opening import Paths, Verify
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.runtime import imported
+from .core.text import PathLike
 from .errors import public
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from .core import dtypes, resident, safetensors
 from .core.arrays import check_mapping
-from .core.files import PathLike, native_path
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
 from .core.names import Patterns
@@ -21,7 +20,7 @@ from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.runtime import SHARED, imported
 from .core.tensors import entries_of
-from .core.text import clip, printable, show
+from .core.text import PathLike, clip, native_path, printable, show
 from .errors import public
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
 from ..core.files import Location, read_json
+from ..core.forking import cached_property
 from ..core.opening import open_paths
-from ..core.runtime import cached_property
 from ..core.source import Source
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError

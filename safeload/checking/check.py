@@ -24,7 +24,7 @@ from ..conversion.executors import Executor, Tables, opened
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Located, Location, PathLike, read_if_there, read_json
+from ..core.files import Located, Location, read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
 from ..core.packing import Packed
@@ -35,7 +35,7 @@ from ..core.runtime import paused
 from ..core.source import Source, source_pieces
 from ..core.table import Unknown
 from ..core.tensors import packed_of
-from ..core.text import debug, figure, os_error, plural, show
+from ..core.text import PathLike, debug, figure, os_error, plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..formats.numbered import other_form

@@ -21,6 +21,7 @@ from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
 from ..core.arrays import Array, index_of
+from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
 from ..core.memory import aligned_bytes, check_threads, windows
 from ..core.names import Patterns, layer_of, natural_key, select
@@ -28,7 +29,7 @@ from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.runtime import cached_property, paused
+from ..core.runtime import paused
 from ..core.source import Source, in_order, of_array
 from ..core.staging import fill_buffer
 from ..core.tensors import Spans

@@ -20,9 +20,9 @@ from ..core.registry import FormatName, UnknownGlobals
 from ..core.runtime import paused
 from ..core.table import TensorInfo
 from ..core.text import (
-    BETWEEN_PARTS,
     Result,
     clip,
+    parts_of,
     plain,
     plural,
     printable,
@@ -603,7 +603,7 @@ def lines(
     yield "", ""
     listed = rows_of(infos, alone=alone, sort=None if tree else sort)
     if tree:
-        listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
+        listed = list(_walk([(parts_of(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
     first = listed[:rows]
     with paused(len(first)):
         header: tuple[str, ...] = ("tensor", "dtype", "shape", "size")

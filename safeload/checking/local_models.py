@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..core.files import LOCAL, PathLike, native_path
+from ..core.files import LOCAL
 from ..core.foreign import DCP_SUFFIX
 from ..core.names import natural_key
 from ..core.registry import DCP, ROWS
-from ..core.text import Report, os_error, plural, printable, size, table
+from ..core.text import PathLike, Report, native_path, os_error, plural, printable, size, table
 from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards
 from ..formats.numbered import INDEX_NAME, TRAINING_STATE, sets_of

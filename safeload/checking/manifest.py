@@ -23,7 +23,7 @@ from ..conversion import executors
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, opened, pieces_of, run_pieces
 from ..core import dtypes
-from ..core.files import PathLike, native_path, read_json
+from ..core.files import read_json
 from ..core.jobs import native_order
 from ..core.memory import check_threads
 from ..core.packing import Grid, Packing, Zeros
@@ -31,7 +31,7 @@ from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.source import file_pieces, in_order, source_pieces
 from ..core.tensors import packed_of
-from ..core.text import debug, plural, show
+from ..core.text import PathLike, debug, native_path, plural, show
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
 from .findings import Finding, find

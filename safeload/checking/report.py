@@ -29,13 +29,13 @@ from ..conversion.destinations import Output
 from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint
-from ..core.files import Located, PathLike, native_path
+from ..core.files import Located
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
 from ..core.progress import Bars, Meter, Progress, bars
 from ..core.registry import UnknownGlobals
 from ..core.source import in_order
-from ..core.text import clip, escaped, figure, plural, show, size, unit
+from ..core.text import PathLike, clip, escaped, figure, native_path, plural, show, size, unit
 from ..errors import RangeError, SafeloadError, public
 from ..remote.places import is_file_object
 from ..remote.url import is_url

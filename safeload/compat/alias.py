@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
-from ..core.runtime import PACKAGE, ProcessLock, imported
+from ..core.forking import ProcessLock
+from ..core.runtime import PACKAGE, imported
 from ..core.text import is_absent
 
 if TYPE_CHECKING:

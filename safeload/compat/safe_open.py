@@ -13,12 +13,12 @@ import numpy as np
 
 from ..core import dtypes, safetensors
 from ..core.arrays import Array
-from ..core.files import PathLike, check_unchanged
+from ..core.files import check_unchanged
 from ..core.load import VIEWED_FROM, Window, load_tensors, parse_target
 from ..core.memory import check_backend
 from ..core.slice import as_index, read_slice
 from ..core.tensors import FileTensor, Tensors
-from ..core.text import clip, error_about, plural, printable, show
+from ..core.text import PathLike, clip, error_about, plural, printable, show
 from ..core.thread_group import Prefetch, Task
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, public

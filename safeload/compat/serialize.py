@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from ..core.arrays import check_mapping
-from ..core.files import PathLike
 from ..core.resident import parse_table
 from ..core.safetensors import FileWriter, TensorToWrite
-from ..core.text import show
+from ..core.text import PathLike, show
 from ..errors import SafetensorError, exported, public
 
 

@@ -22,18 +22,19 @@ from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, not_an_array
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, opened_as_stored, tensors_of, with_aliases
-from ..core.files import Located, Location, PathLike
+from ..core.files import Located, Location
+from ..core.forking import cached_property
 from ..core.memory import Backend
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
 from ..core.packing import INT8, Part, scheme_row
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.runtime import cached_property, paused
+from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
 from ..core.table import Unknown, missing
 from ..core.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
-from ..core.text import check_name, error_about, tensor_named
+from ..core.text import PathLike, check_name, error_about, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypedDict
 from ..core import dtypes, registry
 from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of
-from ..core.files import Location, PathLike
+from ..core.files import Location
 from ..core.load import parse_target
 from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.opening import Verify
@@ -23,7 +23,7 @@ from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
 from ..core.tensors import LazyParts, Spans, Tensors
-from ..core.text import Result, as_texts, debug, plural, printable, show, size, warning
+from ..core.text import PathLike, Result, as_texts, debug, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type

@@ -21,13 +21,13 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Location, absolute, check_unchanged, identity_of, native_path
+from ..core.files import LOCAL, Location, check_unchanged, identity_of
 from ..core.opening import reopen_subset
 from ..core.progress import Progress, reporter
 from ..core.registry import Opened, Recipe, formats_of, row_of
 from ..core.runtime import paused
 from ..core.tensors import Spans
-from ..core.text import debug, plural, printable, show
+from ..core.text import absolute, debug, native_path, plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from ..formats.folder import CONFIG

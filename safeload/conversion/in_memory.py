@@ -11,14 +11,13 @@ import numpy as np
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, check_mapping
 from ..core.cast import target_array
-from ..core.files import PathLike
 from ..core.load import parse_target, refuse_own_files
 from ..core.memory import check_disjoint, check_threads, overlapping, private_array
 from ..core.packing import INT8, SCHEMES, usual_axis
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.source import Source, of_reals
-from ..core.text import dict_repr, show, subject
+from ..core.text import PathLike, dict_repr, show, subject
 from ..errors import exported, public
 from ..models.layout import Layout
 from ..quant.families import preset_of

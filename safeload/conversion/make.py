@@ -20,7 +20,7 @@ from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
 from ..core.described import texts_with
-from ..core.files import Location, absolute, check_unchanged, identity_of
+from ..core.files import Location, check_unchanged, identity_of
 from ..core.jobs import JobGrid
 from ..core.memory import private_array
 from ..core.names import Renames, renamed
@@ -33,7 +33,7 @@ from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
 from ..core.staging import read_ahead
 from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
-from ..core.text import as_texts, debug, error_about, show
+from ..core.text import absolute, as_texts, debug, error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties

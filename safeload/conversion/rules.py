@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ..core import dtypes, packing
 from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
-from ..core.files import LOCAL, PathLike, read_at
+from ..core.files import LOCAL, read_at
 from ..core.names import check_matches
 from ..core.packing import SCHEMES, parse_scheme, scheme_row
-from ..core.text import Result, error_about, plural, show, subject
+from ..core.text import PathLike, Result, error_about, plural, show, subject
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported
 from ..formats import mixtures
 from ..formats.mixtures import EMBEDDINGS, FLOAT16, ImportanceMatrix, ModelSizes, TensorType

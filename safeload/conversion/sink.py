@@ -56,7 +56,6 @@ from ..core.files import (
     Files,
     Identity,
     Location,
-    absolute,
     blocks_of,
     identity_of,
     read_at,
@@ -64,7 +63,7 @@ from ..core.files import (
     sha256_of,
     sync_folder,
 )
-from ..core.text import plural
+from ..core.text import absolute, plural
 from ..errors import FormatError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file
 from ..formats.numbered import PART, sets_of

@@ -13,7 +13,8 @@ from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
 from .arrays import Array, TensorLike
 from .cast import astype
-from .files import LOCAL, Located, Location, PathLike
+from .files import LOCAL, Located, Location
+from .forking import cached_property
 from .load import DtypeLike, LoadOptions, LoadStats, Views, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
@@ -36,11 +37,11 @@ from .registry import (
     part,
     reopen_file,
 )
-from .runtime import cached_property, paused
+from .runtime import paused
 from .slice import TAKE, read_slice
 from .table import TensorInfo, distinct, hidden, missing
 from .tensors import FileTensor, Tensors
-from .text import ROWS, debug, error_about, html_table, more, plural, screen, show, size
+from .text import ROWS, PathLike, debug, error_about, html_table, more, plural, screen, show, size
 from .weight_file import WeightFile, infos_of, quantization_in
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Files: paths, stores of bytes, local files and their identities, files behind `Files`, and JSON beside weights.
+"""Files: stores of bytes, local files and their identities, files behind `Files`, and JSON beside weights.
 
 Local files have descriptors that are closed between reads, and mappings; here they are replaced, copied and locked.
 """
@@ -21,77 +21,10 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runt
 from ..errors import FormatError, SafeloadError, exported, public
 from .arrays import Array
 from .native import Error, check, ffi, kept, lib, pointer, short
-from .text import os_error, show
+from .text import PathLike, absolute, native_path, show
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-# ---- paths ----
-
-PathLike = str | os.PathLike[str]
-
-# In bytes: the limit of Windows, which is far above PATH_MAX of other systems.
-_LONGEST_PATH = 65_536
-# How the C core takes paths: as `os.fsencode` encodes them, a closure for whose cells threads contend without the GIL,
-# but on Windows in strict UTF-8.
-_SYSTEM = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
-_ENCODING, _ERRORS = map(sys.intern, ("utf-8", "strict") if os.name == "nt" else _SYSTEM)
-# PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
-_LONGEST_BYTES = 4096
-
-
-def native_path(path: PathLike) -> tuple[str, bytes]:
-    """Return a path as text for messages and encoded for the C core."""
-    if isinstance(path, (bytes, bytearray, memoryview)) and (
-        not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or 0 in path
-    ):
-        raise TypeError(
-            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
-            "load it with safeload.numpy.load(data)"
-        )
-    fs_path = os.fspath(path)
-    text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
-    try:
-        encoded = text.encode(_ENCODING, _ERRORS)
-    except UnicodeEncodeError:
-        raise ValueError(f"lone surrogate in path {show(text)}") from None
-    if b"\0" in encoded:
-        raise ValueError(f"embedded null byte in path {show(text)}")
-    if len(encoded) > _LONGEST_PATH:
-        raise os_error(errno.ENAMETOOLONG, show(text))
-    return text, encoded
-
-
-def private_text(path: str) -> str:
-    """Return a copy of a path unless `native_path` refuses it: threads would contend for a caller's without the GIL."""
-    return native_path(path)[1].decode(_ENCODING, _ERRORS)
-
-
-def folder_names(folder: str, failures: list[OSError]) -> list[str]:
-    """Return the sorted names in a folder, none if it is missing; add an error to the failures."""
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        failures.append(error)
-        return []
-
-
-def absolute(path: str) -> str:
-    """Return a path that stays valid when the working directory changes."""
-    if path.startswith("/") and os.name != "nt":  # the fast path, because every open calls this
-        return path
-    try:
-        return os.path.abspath(path)
-    except OSError:  # the working directory has been deleted
-        return path
-
-
-def is_bare(name: str) -> bool:
-    """Return True for the bare name of a file: metadata and indexes must not refer to files outside its folder."""
-    return bool(name) and name not in (".", "..") and not any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in name)
-
 
 # ---- stores ----
 

@@ -31,11 +31,10 @@ from ..errors import FormatError, SafeloadError, UnsupportedError
 from . import dtypes, foreign
 from .arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, write_pieces
-from .files import PathLike
 from .registry import BY_NAME, Candidate, Content, OpenRequest, check_whole
 from .table import ListedTable, Listing, unreadable
 from .tensors import Lazy, materialize
-from .text import check_name, encode, error_about, show, tensor_named
+from .text import PathLike, check_name, encode, error_about, show, tensor_named
 from .weight_file import WeightFile
 from .zip import STORED, Archive, Readable, unpacked
 

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError, exported
 from . import foreign, registry
-from .files import LOCAL, Files, Located, PathLike, compare, private_text, unchanged
+from .files import LOCAL, Files, Located, compare, unchanged
 from .registry import Opened, Recipe, UnknownGlobals, part
-from .text import debug, show
+from .text import PathLike, debug, private_text, show
 from .weight_file import WeightFile
 
 # Absolute path of each file, and its identity when it was opened or the first fields of that identity.

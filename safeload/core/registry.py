@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
 from . import dtypes, foreign, text
 from .arrays import array_fits
-from .files import LOCAL, WINDOW, Files, is_bare, unchanged
-from .runtime import cached_property, paused
+from .files import LOCAL, WINDOW, Files, unchanged
+from .forking import cached_property
+from .runtime import paused
 from .table import ListedTable, Listing
-from .text import error_about, show
+from .text import error_about, is_bare, show
 from .weight_file import WeightFile, open_without_table, places_in
 
 if TYPE_CHECKING:

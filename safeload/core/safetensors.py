@@ -16,14 +16,14 @@ from ..errors import SafetensorError, unsaved
 from . import dtypes, native
 from .arrays import Array, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
-from .files import WINDOW, LocalStore, PathLike
+from .files import WINDOW, LocalStore
 from .native import Error, check, ffi, lib, pointer, short
 from .registry import Candidate, Content, OpenRequest, part
 from .resident import read_or_open
 from .runtime import paused
 from .table import Table
 from .tensors import Lazy, Tensors
-from .text import as_texts, encode, show, tensor_named
+from .text import PathLike, as_texts, encode, show, tensor_named
 from .weight_file import WeightFile
 
 # Bytes of the length before the header, and the unit of its padding.

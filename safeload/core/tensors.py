@@ -17,8 +17,9 @@ import numpy as np
 from ..errors import UnsupportedError
 from . import dtypes
 from .arrays import Array, ArraySpec, foreign_order
+from .forking import cached_property
 from .packing import CODES, SCALE, SCHEMES, Packed, Packing, Part, int8_packing
-from .runtime import cached_property, paused
+from .runtime import paused
 from .table import Columns, distinct
 from .text import tensor_named
 from .weight_file import WeightFile

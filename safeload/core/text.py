@@ -253,8 +253,6 @@ NARROW = 20
 
 # `shorten` looks at this many characters and parts of a name.
 _LONGEST, _PARTS = 2000, 64
-#: Where the parts of a name are divided; not inside ranges such as {0..31}.
-BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
 
 
 def width() -> int:
@@ -274,6 +272,11 @@ def terminal_rows(rows: int) -> int | None:
     return rows if is_terminal(sys.stdout) else None
 
 
+def parts_of(name: str, most: int) -> list[str]:
+    """Divide a name after dots and slashes, at most ``most`` times; not inside ranges such as {0..31}."""
+    return re.split(r"(?<=[./])(?<!\.\.)(?!\.)", name, maxsplit=most)
+
+
 def shorten(names: Sequence[str], columns: int | None) -> list[str]:
     """Shorten names to a width by cutting the parts that most names share.
 
@@ -282,7 +285,7 @@ def shorten(names: Sequence[str], columns: int | None) -> list[str]:
     """
     if columns is None or all(len(name) <= columns for name in names):
         return list(names)
-    divided = [BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
+    divided = [parts_of(name[:_LONGEST], _PARTS) for name in names]
     count = Counter(part for parts in divided for part in set(parts))
     return [_shorten(name, parts, columns, count, len(names)) for name, parts in zip(names, divided, strict=True)]
 
@@ -597,3 +600,70 @@ def warning(message: str, *arguments: object) -> None:
     import logging
 
     logging.getLogger(NAME).warning(message, *arguments)
+
+
+# ---- paths from callers, as text for messages and for the C core ----
+
+PathLike = str | os.PathLike[str]
+
+# In bytes: the limit of Windows, which is far above PATH_MAX of other systems.
+_LONGEST_PATH = 65_536
+# How the C core takes paths: as `os.fsencode` encodes them, a closure for whose cells threads contend without the GIL,
+# but on Windows in strict UTF-8.
+_SYSTEM = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+_ENCODING, _ERRORS = map(sys.intern, ("utf-8", "strict") if os.name == "nt" else _SYSTEM)
+# PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
+_LONGEST_BYTES = 4096
+
+
+def native_path(path: PathLike) -> tuple[str, bytes]:
+    """Return a path as text for messages and encoded for the C core."""
+    if isinstance(path, (bytes, bytearray, memoryview)) and (
+        not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or 0 in path
+    ):
+        raise TypeError(
+            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
+            "load it with safeload.numpy.load(data)"
+        )
+    fs_path = os.fspath(path)
+    text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
+    try:
+        encoded = text.encode(_ENCODING, _ERRORS)
+    except UnicodeEncodeError:
+        raise ValueError(f"lone surrogate in path {show(text)}") from None
+    if b"\0" in encoded:
+        raise ValueError(f"embedded null byte in path {show(text)}")
+    if len(encoded) > _LONGEST_PATH:
+        raise os_error(errno.ENAMETOOLONG, show(text))
+    return text, encoded
+
+
+def private_text(path: str) -> str:
+    """Return a copy of a path unless `native_path` refuses it: threads would contend for a caller's without the GIL."""
+    return native_path(path)[1].decode(_ENCODING, _ERRORS)
+
+
+def folder_names(folder: str, failures: list[OSError]) -> list[str]:
+    """Return the sorted names in a folder, none if it is missing; add an error to the failures."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        failures.append(error)
+        return []
+
+
+def absolute(path: str) -> str:
+    """Return a path that stays valid when the working directory changes."""
+    if path.startswith("/") and os.name != "nt":  # the fast path, because every open calls this
+        return path
+    try:
+        return os.path.abspath(path)
+    except OSError:  # the working directory has been deleted
+        return path
+
+
+def is_bare(name: str) -> bool:
+    """Return True for the bare name of a file: metadata and indexes must not refer to files outside its folder."""
+    return bool(name) and name not in (".", "..") and not any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in name)

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO, NoReturn
 
 from ..errors import FormatError, LimitError, UnsupportedError
 from . import dtypes
-from .files import LOCAL, WINDOW, ByteStore, Files, LocalStore, PathLike, compare, open_local, read_at
+from .files import LOCAL, WINDOW, ByteStore, Files, LocalStore, compare, open_local, read_at
 from .packing import INT8
 from .runtime import collected_young, paused
 from .table import ListedTable, Table, TensorInfo
-from .text import error_about
+from .text import PathLike, error_about
 
 
 class WeightFile:

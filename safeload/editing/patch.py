@@ -24,14 +24,14 @@ from ..conversion.destinations import FileSink, SaveDestination, refuse_inputs, 
 from ..conversion.save import check_name, checked_metadata, value_of
 from ..core import dtypes
 from ..core.arrays import Array, as_array
-from ..core.files import Located, PathLike
+from ..core.files import Located
 from ..core.memory import check_spans
 from ..core.native import address_of, ffi
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.safetensors import MAX_HEADER, Header, TensorToWrite, parse_head, source_of
 from ..core.table import Table
 from ..core.tensors import Lazy
-from ..core.text import error_about, plural, size
+from ..core.text import PathLike, error_about, plural, size
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, public, unsaved
 from ..remote.places import places_of

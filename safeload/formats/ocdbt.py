@@ -31,8 +31,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.files import Unpacked, is_bare
-from ..core.text import show
+from ..core.files import Unpacked
+from ..core.text import is_bare, show
 from ..errors import FormatError, LimitError, UnsupportedError
 from .zstd import decompressed
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.files import ByteStore, Memory
-from ..core.runtime import ProcessLock
+from ..core.forking import ProcessLock
 from ..core.text import error_about, needed, show
 from ..errors import FormatError, LimitError
 

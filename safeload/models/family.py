@@ -47,7 +47,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.files import read_data
-from ..core.runtime import cached_property
+from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
 from .schema import Schema

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.files import PathLike, read_json
-from ..core.text import show
+from ..core.files import read_json
+from ..core.text import PathLike, show
 from ..errors import FormatError, exported, public
 
 # Placeholder for the layer number in a name.

@@ -48,7 +48,7 @@ from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from ..core.runtime import cached_property
+from ..core.forking import cached_property
 from ..core.text import show
 
 WEIGHT = "weight"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..core import dtypes, packing
 from ..core.files import parse_json, read_data, read_if_there
-from ..core.runtime import cached_property
+from ..core.forking import cached_property
 from ..core.text import clip, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import SafeloadError, UnsupportedError, VerificationError

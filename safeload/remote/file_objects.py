@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NoReturn
 
 from ..core.files import WINDOW, ByteStore, Files, LocalStore, of_descriptor
-from ..core.runtime import ProcessLock
+from ..core.forking import ProcessLock
 from ..core.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls

@@ -21,7 +21,7 @@ from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileS
 from fsspec.implementations.local import LocalFileSystem
 
 from ..core.files import WINDOW, ByteStore, open_local
-from ..core.runtime import ProcessLock, cached_property
+from ..core.forking import ProcessLock, cached_property
 from ..core.text import debug, is_absent, show
 from ..core.thread_group import current, left_behind
 from ..errors import FormatError, RemoteError, UnsupportedError

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from ..core.files import WINDOW, Span, compare
-from ..core.runtime import ProcessLock
+from ..core.forking import ProcessLock
 from ..core.text import debug, show
 from ..core.thread_group import current
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file

@@ -33,7 +33,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
-from ..core.runtime import ProcessLock, making_context
+from ..core.forking import ProcessLock, making_context
 from ..core.text import needed, show
 from ..core.thread_group import Stopped, current
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError

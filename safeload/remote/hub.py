@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 
 from .._version import __version__
 from ..core.files import MAX_JSON, WINDOW, ByteStore, LocalStore, open_local, parse_json
-from ..core.runtime import ProcessLock
+from ..core.forking import ProcessLock
 from ..core.text import debug, needed, show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls

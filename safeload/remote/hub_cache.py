@@ -16,8 +16,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from ..core.files import folder_names, read_json
-from ..core.text import clip, error_about, printable
+from ..core.files import read_json
+from ..core.text import clip, error_about, folder_names, printable
 from ..errors import FormatError, UnsupportedError
 
 # A full commit, whose files never change.

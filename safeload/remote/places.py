@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.files import LOCAL, Files, Located, Location, PathLike, native_path, private_text
-from ..core.text import show
+from ..core.files import LOCAL, Files, Located, Location
+from ..core.text import PathLike, native_path, private_text, show
 from . import url as urls
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..core.files import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
-from ..core.runtime import ProcessLock
+from ..core.forking import ProcessLock
 from ..core.text import error_about, show
 from ..core.thread_group import each, fill, left_behind
 from ..errors import FormatError, UnsupportedError

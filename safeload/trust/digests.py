@@ -34,9 +34,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..core.files import LOCAL, MAX_JSON, Files, PathLike, parse_json, read_at
+from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
 from ..core.opening import Signature, Verify
-from ..core.text import error_about, needed, show
+from ..core.text import PathLike, error_about, needed, show
 from ..errors import FormatError, VerificationError, one_line
 from ..remote.places import places_of
 

@@ -24,8 +24,8 @@ from ..core.files import (
     read_from,
     sha256_of,
 )
+from ..core.forking import ProcessLock
 from ..core.native import private_buffer
-from ..core.runtime import ProcessLock
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
 from ..errors import LimitError, SafeloadError, VerificationError
 from ..remote.remote_store import RemoteStore

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..conversion.sink import is_extra
-from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, PathLike, blocks_of
+from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of
 from ..core.memory import check_threads, thread_count
 from ..core.opening import Verify
 from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME
-from ..core.text import Report, Row, more, os_error, plural, printable, size, table
+from ..core.text import PathLike, Report, Row, more, os_error, plural, printable, size, table
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
 from ..quant.quantization import BESIDE, find_quantization

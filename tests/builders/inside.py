@@ -10,7 +10,7 @@ import os
 # Each name, with its module below safeload, or with ``module:attribute``.
 NAMES = {
     "dtypes": "core.dtypes",
-    "forking": "core.runtime",
+    "forking": "core.forking",
     "ffi": "core.native:ffi",
     "lib": "core.native:lib",
     "available_tiers": "core.native:available_tiers",

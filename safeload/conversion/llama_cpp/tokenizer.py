@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.files import MAX_JSON, Location, is_missing, parse_json, read_at, read_data, read_if_there
-from ...core.runtime import cached_property
+from ...core.forking import cached_property
 from ...core.text import encode, needed, plural, show, warning
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
