@@ -57,7 +57,6 @@ HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError
 # A dtype without fields, as numpy writes it: byte order, kind, size in bytes.
 _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
 
-
 # Longest name of an entry in bytes: its length is a u16.
 _MAX_NAME = (1 << 16) - 1
 

@@ -9,7 +9,9 @@ from _thread import RLock
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 # ---- a pause of the garbage collector ----
 
@@ -74,7 +76,7 @@ def paused(count: int) -> AbstractContextManager[None]:
     return _pause if count >= _PAUSED_FROM else _nothing
 
 
-def collected_young(tuples: Iterable[Any], count: int) -> Iterable[Any]:
+def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
     """Return tuples of texts and numbers; in a pause, many are made now and visited by the collector while young.
 
     Otherwise it would visit these objects, and everything made of them, again and again.
