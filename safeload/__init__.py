@@ -62,7 +62,7 @@ _MODULE_OF = {
         "checking.findings": "CheckReport Finding",
         "checking.check": "Limits check",
         "trust.verify": "FileCheck VerifyReport verify",
-        "core.signature": "Signature",
+        "core.opening": "Signature",
     }.items()
     for name in names.split()
 }

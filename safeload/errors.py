@@ -223,6 +223,17 @@ class MissingDeviceError(UnsupportedError, RuntimeError):
     """
 
 
+def _arguments(error: Any) -> tuple[Any, ...]:
+    """Return the arguments to rebuild a system error, because ``args`` lacks its file names."""
+    if error.filename2 is not None or getattr(error, "winerror", None) is not None:
+        return error.errno, error.strerror, error.filename, getattr(error, "winerror", None), error.filename2
+    return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
+
+
+def _reduced(error: Any) -> tuple[Any, ...]:
+    return _made, (*type(error).__bases__, _arguments(error), vars(error))
+
+
 class _ExplainedError(OSError):
     """A system error with a message of its own. Tracebacks show the name of the system error."""
 
@@ -231,15 +242,13 @@ class _ExplainedError(OSError):
     def __str__(self) -> str:
         return self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduced(self)
+    __reduce__ = _reduced
 
 
 class _UnsavedError(SafeloadError):
     """A system error of saving, which is a SafetensorError too."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduced(self)
+    __reduce__ = _reduced
 
 
 @cache
@@ -252,17 +261,6 @@ def _made(base: Any, kind: Any, arguments: tuple[Any, ...], fields: dict[str, An
     error = _named_alike(base, kind)(*arguments)
     vars(error).update(fields)
     return error
-
-
-def _reduced(error: Any) -> tuple[Any, ...]:
-    return _made, (*type(error).__bases__, _arguments(error), vars(error))
-
-
-def _arguments(error: Any) -> tuple[Any, ...]:
-    """Return the arguments to rebuild a system error, because ``args`` lacks its file names."""
-    if error.filename2 is not None or getattr(error, "winerror", None) is not None:
-        return error.errno, error.strerror, error.filename, getattr(error, "winerror", None), error.filename2
-    return error.args if error.filename is None else (error.errno, error.strerror, error.filename)
 
 
 def path_error(number: int, path: str | None, message: str) -> Any:

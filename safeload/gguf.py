@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core.arrays import Array
-from .core.paths import PathLike
 from .core.quantized_tensor import QuantizedTensor
+from .core.text import PathLike
 from .errors import public
 from .formats import gguf as gguf_format
 

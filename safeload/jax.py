@@ -17,14 +17,13 @@ from .core.arrays import as_array
 from .core.load import parse_target
 from .core.memory import Backend, check_backend, check_threads
 from .core.names import Patterns
-from .core.opening import Paths
-from .core.paths import PathLike
+from .core.opening import Paths, Verify
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
+from .core.text import PathLike
 from .errors import public
 
 if TYPE_CHECKING:
-    from .core.signature import Verify
     from .frameworks.jax_arrays import Array as Array
     from .frameworks.jax_arrays import Sharding
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from .core.arrays import Array
 from .core.checkpoint import load
-from .core.paths import PathLike
+from .core.text import PathLike
 from .errors import public
 from .formats import moon
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .core import resident
 from .core.arrays import Array
 from .core.memory import Backend, check_backend
-from .core.paths import PathLike
 from .core.runtime import SHARED, imported
+from .core.text import PathLike
 from .errors import public
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import numpy as np
 
 from .core.arrays import Array
 from .core.atomic_file import AtomicFile
-from .core.paths import PathLike
 from .core.registry import Candidate, Content, Format, OpenRequest, StoredTensor
 from .core.tensors import materialize
-from .core.text import error_about
+from .core.text import PathLike, error_about
 from .errors import UnsupportedError, public
 
 __all__ = ["Candidate", "Content", "Format", "OpenRequest", "StoredTensor", "as_array", "atomic_file"]

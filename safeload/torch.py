@@ -15,12 +15,11 @@ from .core.arrays import check_mapping
 from .core.load import load_all, load_tensors, parse_target
 from .core.memory import Backend, check_backend
 from .core.names import Patterns
-from .core.opening import Paths
-from .core.paths import PathLike, native_path
+from .core.opening import Paths, Verify
 from .core.progress import Progress
 from .core.registry import FormatName, UnknownGlobals
 from .core.tensors import entries_of
-from .core.text import clip, printable, show
+from .core.text import PathLike, clip, native_path, printable, show
 from .errors import public
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
-    from .core.signature import Verify
     from .frameworks.torch_arrays import Device, Module, Tensor
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]

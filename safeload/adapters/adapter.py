@@ -15,13 +15,11 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
-from ..core.files import Location
+from ..core.files import Location, read_json
 from ..core.forking import cached_property
-from ..core.json_file import read_json
 from ..core.opening import open_paths
-from ..core.runtime import warning
 from ..core.source import Source
-from ..core.text import error_about, show
+from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import STACK, is_unclear, tied_heads
 from ..models.module_names import foreign_kind, stored_names, unwrapped

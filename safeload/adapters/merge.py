@@ -24,9 +24,8 @@ from ..core.names import Patterns
 from ..core.native import address_of, lib
 from ..core.progress import Progress, reporter
 from ..core.restore import rows_apart
-from ..core.runtime import warning
 from ..core.source import Source, in_file
-from ..core.text import error_about, show, similar
+from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from . import adapter as lora
 from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, listed, opened

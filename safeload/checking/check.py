@@ -24,21 +24,19 @@ from ..conversion.executors import Executor, Tables, opened
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Located
-from ..core.json_file import read_if_there, read_json
+from ..core.files import Located, read_if_there, read_json
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
-from ..core.paths import PathLike, os_error
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
 from ..core.reading import source_pieces
 from ..core.registry import BY_NAME, GGUF
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.showing import figure
 from ..core.source import Source
 from ..core.table import Unknown
 from ..core.tensors import packed_of
-from ..core.text import plural, show
+from ..core.text import PathLike, debug, os_error, plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..formats.numbered import other_form

@@ -29,12 +29,12 @@ from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.showing import Report, Row, shorten, table
 from ..core.source import Source, of_array
 from ..core.staging import fill_buffer
 from ..core.tensors import Spans
-from ..core.text import clip, more, plural, printable, show
+from ..core.text import clip, debug, more, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public

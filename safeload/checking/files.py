@@ -21,15 +21,12 @@ import numpy as np
 
 from .. import errors
 from ..conversion.catalog import Catalog
-from ..core.files import Files, Location
+from ..core.files import Files, LocalStore, Location, keeping_position, read_json
 from ..core.foreign import is_zip
-from ..core.json_file import read_json
 from ..core.memory import thread_count
-from ..core.paths import dangling
 from ..core.reading import PIECE, file_pieces
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
-from ..core.store import LocalStore, keeping_position
-from ..core.text import clip, plural, printable, show
+from ..core.text import clip, dangling, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry

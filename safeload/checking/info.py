@@ -13,23 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import checkpoint as loading
-from ..core.checkpoint import Checkpoint, codes_of, settings_of, tensors_of
+from ..core.checkpoint import Checkpoint, TensorInfos, codes_of, settings_of, tensors_of
 from ..core.names import Patterns, families, natural_key, select
 from ..core.opening import Paths
 from ..core.registry import FormatName, UnknownGlobals
 from ..core.runtime import paused
-from ..core.showing import (
-    BETWEEN_PARTS,
-    Result,
-    TensorInfos,
-    plain,
-    quantity,
-    shorten,
-    table,
-    terminal_columns,
-    terminal_rows,
-    wrap,
-)
+from ..core.showing import Result, parts_of, plain, quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ..core.table import TensorInfo
 from ..core.text import clip, plural, printable, show, size
 from ..errors import SafeloadError, exported, one_line, public
@@ -589,7 +578,7 @@ def lines(
     yield "", ""
     listed = rows_of(infos, alone=alone, sort=None if tree else sort)
     if tree:
-        listed = list(_walk([(BETWEEN_PARTS.split(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
+        listed = list(_walk([(parts_of(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
     first = listed[:rows]
     with paused(len(first)):
         header = ("module", "dtype", "shape", "parameters", "size") if tree else ("tensor", "dtype", "shape", "size")

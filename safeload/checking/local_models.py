@@ -13,10 +13,9 @@ from typing import NamedTuple
 from ..core.files import LOCAL
 from ..core.foreign import DCP_SUFFIX
 from ..core.names import natural_key
-from ..core.paths import PathLike, native_path, os_error
 from ..core.registry import DCP, ROWS
 from ..core.showing import Report, table
-from ..core.text import plural, printable, size
+from ..core.text import PathLike, native_path, os_error, plural, printable, size
 from ..errors import SafeloadError, exported, one_line, public
 from ..formats.folder import choose, listed_shards
 from ..formats.numbered import INDEX_NAME, TRAINING_STATE, sets_of

@@ -23,17 +23,15 @@ import numpy as np
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
+from ..core.files import read_json
 from ..core.jobs import native_order
-from ..core.json_file import read_json
 from ..core.memory import check_threads, thread_count
 from ..core.packing import Grid, Packing, Zeros
-from ..core.paths import PathLike, native_path
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.reading import file_pieces, source_pieces
-from ..core.runtime import debug
 from ..core.tensors import packed_of
-from ..core.text import plural, show
+from ..core.text import PathLike, debug, native_path, plural, show
 from ..core.thread_group import in_order
 from ..errors import FormatError
 from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION

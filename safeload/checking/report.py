@@ -32,11 +32,10 @@ from ..core.files import Located
 from ..core.memory import thread_count
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
-from ..core.paths import PathLike, native_path
 from ..core.progress import Bars, Meter, Progress, bars
 from ..core.registry import UnknownGlobals
 from ..core.showing import escaped, figure
-from ..core.text import clip, plural, show, size, unit
+from ..core.text import PathLike, clip, native_path, plural, show, size, unit
 from ..core.thread_group import in_order
 from ..errors import RangeError, SafeloadError, public
 from ..remote.places import is_file_object

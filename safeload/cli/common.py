@@ -13,8 +13,8 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .._version import __version__
-from ..core import runtime, showing
-from ..core.text import is_terminal, printable, show
+from ..core import showing
+from ..core.text import NAME, is_absent, is_terminal, printable, show
 from ..errors import FormatError, SafeloadError, one_line
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def log_to_stderr(*, verbose: bool) -> Iterator[None]:
         def format(self, record: logging.LogRecord) -> str:
             return printable(f"safeload: {record.levelname.lower()}: {in_options(record.getMessage())}")
 
-    logger, handler = logging.getLogger(runtime.NAME), logging.StreamHandler(sys.stderr)
+    logger, handler = logging.getLogger(NAME), logging.StreamHandler(sys.stderr)
     handler.setFormatter(Escaped())
     handler.setLevel(logging.DEBUG if verbose else logging.WARNING)
     level = logger.level
@@ -394,8 +394,6 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
     from concurrent.futures import CancelledError
     from pkgutil import resolve_name
 
-    from ..core.runtime import is_absent
-
     try:
         from distributed import Client, Security, client, comm
         from distributed.scheduler import KilledWorker
@@ -415,7 +413,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
         raise SafeloadError(f"{option}: no scheduler answered in {_TIMEOUT} seconds") from None
     except (ValueError, TypeError) as error:
         raise ValueError(f"{option}: {error}") from None
-    if not logging.getLogger(runtime.NAME).isEnabledFor(logging.DEBUG):
+    if not logging.getLogger(NAME).isEnabledFor(logging.DEBUG):
         for name in ("distributed", "distributed.client"):  # their tracebacks would hide our message
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -441,7 +439,7 @@ def cluster(address: str | None) -> Iterator[Executor | None]:
 
 def _address_in(path: str) -> str:
     """Return the address in a scheduler file, waiting for the file like Dask's own programs."""
-    from ..core.json_file import read_json
+    from ..core.files import read_json
 
     until = time.monotonic() + (_TIMEOUT if path.endswith(".json") else 0)
     while True:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..core.showing import table
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
@@ -340,7 +341,6 @@ _YES = {True: "yes", False: ""}
 def families(options: argparse.Namespace) -> int:
     """Print the families."""
     from .. import families
-    from ..core.showing import table
 
     known = families()
     if options.json:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core import forking, runtime
+from ..core.text import is_absent
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
@@ -68,7 +69,7 @@ class Finder:
         name = module.__name__.rpartition(".")[2]
         if name in _COUNTERPARTS:
             counterpart, framework = _COUNTERPARTS[name]
-            if runtime.is_absent(framework):
+            if is_absent(framework):
                 raise ModuleNotFoundError(f"No module named {framework!r}", name=framework)
             sys.modules[module.__name__] = import_module(f"{_PACKAGE}.{counterpart}")
             return
@@ -121,7 +122,7 @@ def working_finder() -> Finder:
     """Return a finder for the shim."""
     import_module(f"{_PACKAGE}.core.native")
     for name in ("numpy", "ml_dtypes"):
-        if runtime.is_absent(name):
+        if is_absent(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return Finder()
 

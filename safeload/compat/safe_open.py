@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..core import dtypes, memory, safetensors, store, thread_group
+from ..core import dtypes, memory, safetensors, thread_group
 from ..core.arrays import Array
+from ..core.files import check_unchanged
 from ..core.load import VIEWED_FROM, load_tensors, parse_target
-from ..core.paths import PathLike
 from ..core.slice import as_index, read_slice
 from ..core.tensors import FileTensor, Tensors
-from ..core.text import clip, error_about, plural, printable, show
+from ..core.text import PathLike, clip, error_about, plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import RangeError, SafetensorError, exported, public
 from .serialize import TensorMeta
@@ -67,7 +67,7 @@ class SafeSlice:
     @classmethod
     @public
     def _reopen(cls, path: str, name: str, seen: tuple[int, ...], handle: Handle | None = None) -> SafeSlice:
-        store.check_unchanged(path, seen)
+        check_unchanged(path, seen)
         file = safetensors.open_file(path)
         file.check_identity(seen)
         return cls(file, file.table.index(name), handle)
@@ -515,7 +515,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     @classmethod
     @public
     def _reopen(cls, arguments: tuple[Any, ...], backend: str, seen: tuple[int, ...]) -> safe_open:
-        store.check_unchanged(arguments[0], seen)
+        check_unchanged(arguments[0], seen)
         opened = cls.__new__(cls)
         safe_open.__init__(opened, *arguments, backend=backend)
         opened._opened().check_identity(seen)

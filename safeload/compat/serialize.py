@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core import arrays, dtypes, resident
-from ..core.paths import PathLike
 from ..core.safetensors import FileWriter, TensorToWrite
-from ..core.text import show
+from ..core.text import PathLike, show
 from ..errors import SafetensorError, exported, public
 
 

@@ -26,15 +26,14 @@ from ..core.files import Located, Location
 from ..core.forking import cached_property
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
-from ..core.opening import open_paths
+from ..core.opening import Verify, open_paths
 from ..core.packing import INT8, Part, scheme_row
-from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
 from ..core.table import Unknown
 from ..core.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
-from ..core.text import check_name, error_about, missing, tensor_named
+from ..core.text import PathLike, check_name, error_about, missing, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in
@@ -45,7 +44,6 @@ from ..remote.places import is_file_object, is_located
 
 if TYPE_CHECKING:
     from ..adapters.merge import Merge
-    from ..core.signature import Verify
 
 
 class TensorDescription(NamedTuple):

@@ -11,16 +11,14 @@ from typing import Any, cast
 
 from ..adapters.adapter import listed
 from ..core.checkpoint import Adapters
-from ..core.files import LOCAL
+from ..core.files import LOCAL, LocalStore
 from ..core.memory import check_threads
 from ..core.names import Patterns, Renames
-from ..core.paths import PathLike
+from ..core.opening import Signature, Verify
 from ..core.progress import Meter, Progress
 from ..core.registry import SAFETENSORS, WrittenName, written_suffixes
-from ..core.runtime import paused, warning
-from ..core.signature import Signature, Verify
-from ..core.store import LocalStore
-from ..core.text import show
+from ..core.runtime import paused
+from ..core.text import PathLike, show, warning
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.layout import Layout

@@ -16,17 +16,15 @@ from ..core.arrays import check_mapping
 from ..core.checkpoint import file_notes_of, opened_as_stored
 from ..core.files import Location
 from ..core.load import parse_target
-from ..core.metadata import as_texts
 from ..core.names import Patterns, Renames, Selection, check_matches
+from ..core.opening import Verify
 from ..core.packing import MLX, SCHEMES
-from ..core.paths import PathLike
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
-from ..core.runtime import debug, paused, warning
+from ..core.runtime import paused
 from ..core.showing import Result
-from ..core.signature import Verify
 from ..core.tensors import LazyParts, Spans, Tensors
-from ..core.text import plural, printable, show, size
+from ..core.text import PathLike, as_texts, debug, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type

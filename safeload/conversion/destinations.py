@@ -23,15 +23,12 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, check_place, existing_file
 from ..core.described import pack
-from ..core.files import LOCAL, Located, Location
+from ..core.files import LOCAL, Located, Location, identity_of
 from ..core.native import ffi
-from ..core.paths import PathLike, absolute, native_path
 from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
-from ..core.runtime import warning
 from ..core.safetensors import ROOM, FileWriter, source_of
-from ..core.store import identity_of
 from ..core.tensors import Lazy, LazyParts
-from ..core.text import parse_size, show
+from ..core.text import PathLike, absolute, native_path, parse_size, show, warning
 from ..errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
 from ..formats.folder import INDEX, SINGLE
 from ..models.choosing import with_dtype

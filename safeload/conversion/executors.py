@@ -19,15 +19,13 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Location
+from ..core.files import LOCAL, Location, check_unchanged, identity_of
 from ..core.opening import reopen_subset
-from ..core.paths import absolute, native_path
 from ..core.progress import Meter, Progress
 from ..core.registry import Opened, Recipe, formats_of, row_of
-from ..core.runtime import debug, paused
-from ..core.store import check_unchanged, identity_of
+from ..core.runtime import paused
 from ..core.tensors import Spans
-from ..core.text import plural, printable, show
+from ..core.text import absolute, debug, native_path, plural, printable, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, UnsupportedError
 from ..formats.folder import CONFIG

@@ -13,12 +13,11 @@ from ..core.arrays import Array, check_disjoint, check_mapping, overlapping
 from ..core.cast import target_array
 from ..core.load import parse_target, refuse_own_files
 from ..core.memory import check_threads, private_array
-from ..core.paths import PathLike
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.showing import dict_repr
 from ..core.source import Source, of_reals
-from ..core.text import show, subject
+from ..core.text import PathLike, show, subject
 from ..errors import exported, public
 from ..models.layout import Layout
 from ..quant.families import preset_of

@@ -20,21 +20,18 @@ from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
 from ..core.described import pack, texts_with
-from ..core.files import Location
+from ..core.files import Location, check_unchanged, identity_of
 from ..core.memory import private_array, windows
-from ..core.metadata import as_texts
 from ..core.names import Renames, renamed
-from ..core.paths import absolute
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
 from ..core.registry import SAFETENSORS, row_of
-from ..core.runtime import debug, paused
+from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
 from ..core.staging import read_ahead
-from ..core.store import check_unchanged, identity_of
 from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
-from ..core.text import error_about, show
+from ..core.text import absolute, as_texts, debug, error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties

@@ -19,12 +19,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from ..core import dtypes, packing
 from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
-from ..core.files import LOCAL
+from ..core.files import LOCAL, read_at
 from ..core.names import check_matches
-from ..core.paths import PathLike
 from ..core.showing import Result
-from ..core.store import read_at
-from ..core.text import error_about, plural, show, subject
+from ..core.text import PathLike, error_about, plural, show, subject
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported
 from ..formats import mixtures
 from ..formats.mixtures import ImportanceMatrix, ModelSizes

@@ -53,12 +53,19 @@ from functools import partial
 from typing import Any
 
 from ..core.atomic_file import AtomicFile, Digest, Swap, existing_file, hidden_name, naming, remove_abandoned
-from ..core.files import Files, Location
-from ..core.json_file import MAX_JSON, read_json
-from ..core.paths import absolute
-from ..core.runtime import debug, warning
-from ..core.store import Identity, blocks_of, identity_of, read_at, sha256_of, sync_folder
-from ..core.text import plural, size
+from ..core.files import (
+    MAX_JSON,
+    Files,
+    Identity,
+    Location,
+    blocks_of,
+    identity_of,
+    read_at,
+    read_json,
+    sha256_of,
+    sync_folder,
+)
+from ..core.text import absolute, debug, plural, size, warning
 from ..core.thread_group import left_behind
 from ..errors import FormatError, RemoteError, RemoteTimeoutError, UnsupportedError
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE, is_weight_file

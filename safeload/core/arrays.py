@@ -89,8 +89,7 @@ class ArraySpec(NamedTuple):
 def as_array(value: Any, name: str = "") -> Array:
     """Convert a value to a numpy array."""
     refuse_masked(value, tensor_named(name) if name else "the array")
-    array: Array = np.asarray(value)
-    return array
+    return np.asarray(value)
 
 
 def refuse_masked(value: Any, subject: str) -> None:

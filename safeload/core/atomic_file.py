@@ -17,10 +17,10 @@ import numpy as np
 
 from . import jobs
 from .arrays import Array, byteswapped
+from .files import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
 from .native import Error, address_of, check, ffi, lib
-from .paths import PathLike, native_path, unwritable
-from .store import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
 from .tensors import Lazy
+from .text import PathLike, native_path, unwritable
 
 # Hashing fewer bytes takes less time than handing them to a thread.
 _ALONE = 1 << 20

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, overload
 
 from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
@@ -17,10 +18,9 @@ from .forking import cached_property
 from .load import DtypeLike, LoadStats, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
-from .opening import Paths, Seen, open_paths, pickled, reopen, seen_of
+from .opening import Paths, Seen, Verify, open_paths, pickled, reopen, seen_of
 from .packing import CONFIG_KEY, KEY
 from .packing import Part as StoredPart
-from .paths import PathLike
 from .progress import Progress
 from .quantized_tensor import QuantizedTensor, read_index, take_rows
 from .registry import (
@@ -37,18 +37,17 @@ from .registry import (
     part,
     reopen_file,
 )
-from .runtime import debug, paused
-from .showing import TensorInfos, as_html
+from .runtime import paused
+from .showing import ROWS, html_table, screen
 from .slice import TAKE, read_slice
 from .table import TensorInfo, distinct
 from .tensors import FileTensor, Tensors
-from .text import error_about, hidden, missing, plural, show
+from .text import PathLike, debug, error_about, hidden, missing, more, plural, show, size
 from .weight_file import WeightFile
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .signature import Verify
     from .stream import LayerStream, Order, Out, TensorStream
 
 # Indices of rows: integers, or a boolean mask.
@@ -226,6 +225,34 @@ class Views:
         self._mappings.clear()
 
 
+class TensorInfos(dict[str, TensorInfo]):
+    """Descriptions of tensors by name, in a read-only dict; ``dict(infos)`` is a copy that can be changed."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("tensor descriptions are read-only")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorInfos, (dict(self),)
+
+    def __repr__(self) -> str:
+        return screen(f"<{plural(len(self), 'tensor')}>", self)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def _repr_html_(self) -> str:
+        return _html(plural(len(self), "tensor"), self)
+
+
+def _html(title: str, infos: Mapping[str, TensorInfo]) -> str:
+    """Return a table of the first tensors for a notebook."""
+    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos.values(), ROWS)]
+    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(len(infos), ROWS)))
+
+
 @exported()
 class Checkpoint(Mapping[str, TensorLike]):
     """The tensors of a file or a folder, by name. `safeload.open` returns it.
@@ -332,7 +359,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         return f"<Checkpoint {show(self.path)}: {self.format}, {tensors}, {self.nbytes:,} bytes{state}>"
 
     def _repr_html_(self) -> str:
-        return as_html(repr(self)[1:-1], self.tensors)
+        return _html(repr(self)[1:-1], self.tensors)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

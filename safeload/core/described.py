@@ -128,11 +128,10 @@ def unpack(file: WeightFile) -> dict[str, str]:
         raise FormatError(f"{KEY} is not JSON: {error}", file.path) from None
     if not isinstance(described, dict):
         raise FormatError(f"{KEY} must be a JSON object, got {type(described).__name__}", file.path)
-    listings = {}
+    columns = zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True)
+    listings = {name: Listing(name, row, shape, *place) for name, row, shape, place in columns}
     scales = set()
     named: dict[str, str] = {}  # only tensors with another name than their codes
-    for name, row, shape, (begin, end) in zip(table.names, table.rows, table.shapes, table.byte_ranges(), strict=True):
-        listings[name] = Listing(name, row, shape, begin, end)
     for name, entry in described.items():
         if isinstance(entry, dict) and isinstance(entry.get("parts"), dict):
             continue  # a packed tensor, recognised by the names and shapes of its parts as in a published checkpoint
@@ -170,16 +169,19 @@ def unpack(file: WeightFile) -> dict[str, str]:
 
 def _entry(name: str, entry: Any, path: str) -> tuple[str, tuple[int, ...], int | None, str]:
     """Return scheme, shape, axis and the stored name of the codes."""
-    valid = isinstance(entry, dict) and isinstance(entry.get("scheme"), str)
-    if valid:
-        scheme, shape, axis = entry["scheme"], entry.get("shape"), entry.get("axis")
-        valid = isinstance(shape, list) and all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
-        valid = valid and (axis is None or type(axis) is int)
-        valid = valid and entry.get("codes", name) in (name, name + CODES_SUFFIX)
-    if not valid:
-        expected = f'{{"scheme": text, "shape": [integers], "axis": integer or null, "codes": name + "{CODES_SUFFIX}"}}'
-        raise FormatError(f"{KEY}: the entry of {show(name)} must be {expected}", path)
-    return scheme, tuple(shape), axis, entry.get("codes", name)
+    if isinstance(entry, dict):
+        scheme, shape, axis = map(entry.get, ("scheme", "shape", "axis"))
+        codes = entry.get("codes", name)
+        if (
+            isinstance(scheme, str)
+            and isinstance(shape, list)
+            and all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape)
+            and (axis is None or type(axis) is int)
+            and codes in (name, name + CODES_SUFFIX)
+        ):
+            return scheme, tuple(shape), axis, codes
+    expected = f'{{"scheme": text, "shape": [integers], "axis": integer or null, "codes": name + "{CODES_SUFFIX}"}}'
+    raise FormatError(f"{KEY}: the entry of {show(name)} must be {expected}", path)
 
 
 def _expect(stored: Listing, expected: tuple[np.dtype[Any], tuple[int, ...]], name: str, path: str) -> None:

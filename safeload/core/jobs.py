@@ -12,10 +12,10 @@ import numpy as np
 
 from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
+from .files import NONE_FREE, LocalStore, direct_of
 from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import SILENT, Progress, reporter
-from .store import LocalStore, direct_of, none_free
 from .tensors import Spans
 from .text import subject
 from .weight_file import WeightFile, is_remote
@@ -223,7 +223,7 @@ def _open(files: Sequence[JobFile], handles: dict[JobFile, int], each: int) -> i
         try:
             handles[file] = file.local.begin_use(each if handles else 0)
         except OSError as error:
-            if not handles or not none_free(error.errno):
+            if not handles or error.errno not in NONE_FREE:
                 raise
             return next(k for k, other in enumerate(files) if other not in handles)
     return len(files)

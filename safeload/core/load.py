@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
 from .arrays import Array, ArraySpec, array_over, check_disjoint, check_fits, check_out_names, foreign_order, over
+from .files import mapping_of
 from .jobs import Batch, Job, moving
 from .memory import (
     ALIGNMENT,
@@ -30,7 +31,6 @@ from .native import address_of
 from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
-from .store import mapping_of
 from .table import overlap_groups
 from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, viewable
 from .text import show

@@ -1,4 +1,4 @@
-"""Tensor names: layers, natural order, families of names, selection by shell patterns, renaming, and nested dicts."""
+"""Tensor names: layers, natural order, families, selection by shell patterns, renaming, nested dicts and containers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import NoMatchError
+from ..errors import FormatError, NoMatchError, TensorNotFoundError
 from .arrays import check_mapping
 from .runtime import paused
 from .table import distinct
-from .text import clip, plural, show, similar
+from .text import clip, error_about, plural, show, similar
 
 #: A number between dots or slashes, such as a layer's or an expert's; also after "layers_" and "blocks_", which Flax
 #: writes.
@@ -190,7 +190,6 @@ def _is_pattern(text: str) -> bool:
 
 
 def _any_of(patterns: list[str]) -> Callable[[str], bool]:
-    """Return a function that matches any pattern."""
     exact = {text for text in patterns if not _is_pattern(text)}
     match = re.compile("|".join(translate(text) for text in patterns if _is_pattern(text)) or r"(?!)").match
     return lambda name: name in exact or match(name) is not None
@@ -366,3 +365,72 @@ def flatten(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
 def _check_separator(sep: str) -> None:
     if not isinstance(sep, str) or not sep:
         raise ValueError(f"sep must be a nonempty str, got {show(sep)}")
+
+
+# ---- nested containers of training checkpoints ----
+
+# Most containers in a message.
+_LISTED = 20
+
+
+def names_below(paths: Mapping[str, Sequence[Any]], root: str | None, path: str) -> dict[str, str]:
+    """Return the names of the tensors and values below a container, each with its name there."""
+    if root is None:
+        return {name: name for name in paths}
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for name, steps in paths.items():
+        depth = depth_of(steps, root)
+        if depth:
+            known = ".".join(map(str, steps[depth:]))
+            if known in taken:
+                raise FormatError(f"two values below {show(root)} are named {show(known)}", path)
+            taken.add(known)
+            names[name] = known
+    if names:
+        return names
+    containers = sorted({str(steps[0]) for steps in paths.values() if len(steps) > 1})
+    shown = ", ".join(show(text)[1:-1] for text in containers[:_LISTED]) or "none"
+    raise error_about(TensorNotFoundError, f"no container {show(root)}; containers: {shown}", path=path)
+
+
+def depth_of(steps: Sequence[Any], root: str) -> int:
+    """Return how many steps of a path make up the name of a container; 0 if the path is not below it."""
+    text = ""
+    for k, step in enumerate(steps[:-1]):
+        text += f".{step}" if k else str(step)
+        if text == root:
+            return k + 1
+        if len(text) > len(root):
+            return 0
+    return 0
+
+
+class _Level(dict[Any, Any]):
+    """A level of the tree; dicts that are values themselves are not levels."""
+
+
+def nested(paths: Mapping[str, Sequence[Any]], read: Callable[[str], Any], path: str) -> dict[str, Any]:
+    """Return values as nested dicts and lists; the first key of each path is text."""
+    root = _Level()
+    for name, steps in paths.items():
+        level = root
+        for step in steps[:-1]:
+            below = level.setdefault(step, _Level())
+            if type(below) is not _Level:
+                raise FormatError(f"{show(name)} is below another value", path)
+            level = below
+        if steps[-1] in level:
+            raise FormatError(f"{show(name)} has the path of another value", path)
+        level[steps[-1]] = read(name)
+    return {key: _plain(value) for key, value in root.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a level as list if its keys are the indices of a whole list, else as dict with text as keys."""
+    if type(value) is not _Level:
+        return value
+    items = {key: _plain(item) for key, item in value.items()}
+    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
+        return [items[k] for k in range(len(items))]
+    return {str(key): item for key, item in items.items()}

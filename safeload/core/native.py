@@ -14,15 +14,12 @@ import struct
 from typing import Any
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
-from .paths import os_error
-from .text import show, tensor_named
+from .text import is_absent, os_error, show, tensor_named
 
 try:
     from .._core import ffi as ffi
     from .._core import lib as lib
 except ImportError as error:
-    from .runtime import is_absent  # only here: the core is nearly always there
-
     if not is_absent("safeload._core"):
         raise ImportError(f"safeload's C core is here, but cannot be loaded: {error}") from error
     raise ImportError(
@@ -43,16 +40,11 @@ def available_tiers() -> list[int]:
 
 def _choose_tier() -> int:
     """Return the best instruction set, or the choice of ``SAFELOAD_ISA``."""
-    available = available_tiers()
-    name = os.environ.get("SAFELOAD_ISA")
-    if not name:
-        return available[0]
-    for tier in available:
-        if tier_name(tier) == name:
-            return tier
-    raise ImportError(
-        f"SAFELOAD_ISA is {show(name)}, but only {', '.join(tier_name(tier) for tier in available)} are available here"
-    )
+    tiers = {tier_name(tier): tier for tier in available_tiers()}
+    name = os.environ.get("SAFELOAD_ISA") or next(iter(tiers))
+    if name not in tiers:
+        raise ImportError(f"SAFELOAD_ISA is {show(name)}, but only {', '.join(tiers)} are available here")
+    return tiers[name]
 
 
 TIER = _choose_tier()
@@ -197,13 +189,3 @@ def kept(memory: Any, free: Any, *arguments: int) -> Any:
     It uses no globals, because free-threaded Python drops globals before the last arrays at exit.
     """
     return ffi.gc(memory, lambda it, cast=ffi.cast, kind=_ADDRESS: free(int(cast(kind, it)), *arguments))
-
-
-def content_buffer(content: Any, size: int) -> Any:
-    """Return a writable buffer over a block of the C core, which `sl_free` frees with the last array over it."""
-    return ffi.buffer(kept(content, short.sl_free), size)
-
-
-def mapped_buffer(address: Any, size: int) -> Any:
-    """Return a writable buffer over a mapping, which is unmapped with the last array over it."""
-    return ffi.buffer(kept(address, short.sl_file_unmap, size), size)

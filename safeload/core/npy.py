@@ -1,4 +1,4 @@
-"""The npy format of numpy.save: a header, then one array. Entries of npz archives have the same format.
+"""The formats of NumPy: npy of numpy.save has a header and an array, npz of numpy.savez is a zip archive of npy files.
 
 1. The byte 0x93 and "NUMPY", then a byte each of major and minor version: 1.0, 2.0 or 3.0.
 2. The size of the header, little-endian: u16 in version 1, u32 in later versions.
@@ -6,6 +6,9 @@
    Latin-1; in UTF-8 in version 3.
 4. The elements in C or Fortran order, to the end of the file. Arrays of dtype object are pickled; the arrays in such a
    pickle are read as those of a pickle file, for ``numpy.save`` of a dict.
+
+Stored (uncompressed) entries of an archive become views. An archive with a compressed entry is unpacked into a
+temporary file when it is opened.
 
 https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
@@ -18,23 +21,25 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import FormatError, SafeloadError, UnsupportedError
-from . import dtypes
+from . import dtypes, foreign
 from .arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, write_pieces
-from .paths import PathLike
-from .registry import BY_NAME, Candidate, Content, OpenRequest
+from .registry import BY_NAME, Candidate, Content, OpenRequest, check_whole
 from .table import ListedTable, Listing, unreadable
-from .tensors import Lazy
-from .text import check_name, error_about, show, tensor_named
+from .tensors import Lazy, materialize
+from .text import PathLike, check_name, encode, error_about, show, tensor_named
 from .weight_file import WeightFile
-from .zip import Readable
+from .zip import STORED, Archive, Readable, unpacked
+
+if TYPE_CHECKING:
+    import zipfile  # at run time only where it is used, because it takes milliseconds
 
 SUFFIX = ".npy"
 
@@ -52,13 +57,29 @@ HEADER_ERRORS = (ValueError, TypeError, SyntaxError, LookupError, RecursionError
 # A dtype without fields, as numpy writes it: byte order, kind, size in bytes.
 _DESCR = re.compile(r"[<>|=]?[?biufcSUVOMm][0-9]{0,9}(\[[a-zA-Z0-9]+\])?", re.ASCII)
 
+# Longest name of an entry in bytes: its length is a u16.
+_MAX_NAME = (1 << 16) - 1
+
+# The oldest time in zip, as numpy writes it, so that equal tensors give equal bytes.
+_NO_TIME = (1980, 1, 1, 0, 0, 0)
+
 
 # ---- read ----
 
 
+def claims(candidate: Candidate) -> bool:
+    """Return True if an archive holds arrays and no pickle, or is empty, as ``numpy.savez(path)`` writes it."""
+    names = candidate.archive.entries
+    if any(name.endswith(".pkl") for name in names):
+        return False
+    return not names or any(name.endswith(SUFFIX) for name in names)
+
+
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file: one tensor, or those in a pickle of Python objects."""
+    """Read the table of an open file: one tensor, those in a pickle of Python objects, or those of an archive."""
     file = candidate.file
+    if foreign.is_zip(candidate.head):
+        return _read_archive(file, candidate.archive)
     try:
         raw, begin = find_header(file, 0, file.size)
         pickled = parse_header(raw)[0].hasobject
@@ -69,6 +90,31 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         return content
     file.table = ListedTable([read_array(file, NAME, 0, file.size)])
     return Content(file)
+
+
+def _read_archive(file: WeightFile, archive: Archive) -> Content:
+    """Read the table of an archive; if an entry is compressed, unpack it into an unnamed temporary file."""
+    names = [name for name in archive.entries if name.endswith(SUFFIX)]
+    archive.prefetch(names)
+    if any(archive.entries[name].method != STORED for name in names):
+        check_whole(file, "a compressed npz must be unpacked as a whole")
+        for name in names:
+            archive.locate(name)
+        archive.check_overlap()
+        with unpacked(archive, names, file, "safeload-npz-") as (copy, begins):
+            copy.table = ListedTable([*map(partial(_array, archive, copy), names, begins)])
+        return Content(copy)
+    arrays = []
+    for name in names:
+        archive.check_stored(name)
+        arrays.append(_array(archive, file, name, archive.locate(name)))
+    archive.check_overlap()
+    file.table = ListedTable(arrays)
+    return Content(file)
+
+
+def _array(archive: Archive, file: WeightFile, name: str, begin: int) -> Listing:
+    return read_array(file, name.removesuffix(SUFFIX), begin, archive.entries[name].size, entry=True)
 
 
 def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: bool = False) -> Listing:
@@ -155,6 +201,40 @@ def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: 
     size = head.size + math.prod(value.shape) * value.dtype.itemsize
     with AtomicFile(path, size, **options) as file:
         write_pieces(file, chain(pieces_of(head), pieces_of(value)))
+
+
+def write_archive(
+    tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any
+) -> None:
+    """Write an uncompressed npz archive atomically."""
+    import zipfile
+
+    check_mapping(tensors, "tensors")
+    arrays = {name: check_writable(name, value, "npz") for name, value in tensors.items()}
+    entries = [_entry(name) for name in arrays]
+    with (
+        AtomicFile(path, 0, **options) as file,
+        file.stream() as stream,
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+    ):
+        for info, value in zip(entries, arrays.values(), strict=True):
+            with archive.open(info, "w", force_zip64=True) as entry:
+                array = materialize(value)
+                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
+                del array  # frees it before the next is made
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    size, limit = len(encode(name, "tensor name", tensor=name)), _MAX_NAME - len(SUFFIX)
+    if "\0" in name:
+        raise SafeloadError(f"tensor name {show(name)} contains NUL, where npz readers would truncate it", tensor=name)
+    if size > limit:
+        raise error_about(SafeloadError, f"has a name of {size} bytes, but npz allows at most {limit}", tensor=name)
+    import zipfile
+
+    info = zipfile.ZipInfo(SUFFIX, _NO_TIME)
+    info.filename = name + SUFFIX  # set here: on Windows the constructor of ZipInfo turns backslashes into slashes
+    return info
 
 
 def check_writable(name: Any, value: Any, format: str) -> Array | Lazy:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
-from ..errors import FormatError
+from ..errors import FormatError, exported
 from . import foreign, registry
-from .files import LOCAL, Files, Located, unchanged
-from .paths import PathLike, private_text
+from .files import LOCAL, Files, Located, compare, unchanged
 from .registry import Opened, Recipe, UnknownGlobals, part
-from .runtime import debug
-from .store import compare
-from .text import show
+from .text import PathLike, debug, private_text, show
 from .weight_file import WeightFile
 
 # Absolute path of each file, and its identity when it was opened or the first fields of that identity.
@@ -33,6 +31,59 @@ Paths: TypeAlias = PathLike | Located | Sequence[PathLike | Located]
 _UNKNOWN_GLOBALS = get_args(UnknownGlobals)
 
 
+@exported()
+@dataclass(frozen=True)
+class Signature:
+    """A model signature, and the key or the certificates to verify it with.
+
+    ``safeload sign`` and the model-signing library write such signatures. Without a key or certificates a signature
+    proves nothing and is refused.
+
+    Attributes:
+        path: the signature, such as "model/model.sig"; a path or a URL.
+        key: file with the public key of the signer, in PEM.
+        certificate: file, or list of files, with the certificates that you trust, in PEM. The signature holds the
+            signer's own certificate.
+
+    Example:
+        >>> import safeload
+        >>> signature = safeload.Signature("tiny-llama/model.sig", key="release.pub")
+        >>> safeload.load("tiny-llama", verify=signature)  # doctest: +SKIP
+    """
+
+    path: PathLike
+    key: PathLike | None = None
+    certificate: PathLike | Sequence[PathLike] | None = None
+
+    def __post_init__(self) -> None:
+        if self.key is not None and self.certificate is not None:
+            raise ValueError("a signature is verified with a key or with certificates, not with both")
+
+    @property
+    def certificates(self) -> list[PathLike]:
+        """The files with trusted certificates."""
+        if self.certificate is None:
+            return []
+        return [self.certificate] if isinstance(self.certificate, (str, os.PathLike)) else list(self.certificate)
+
+    @property
+    def _proofs(self) -> list[PathLike]:
+        """The files to verify the signature with."""
+        return self.certificates if self.key is None else [self.key]
+
+    @property
+    def proof(self) -> str:
+        """What a match proves."""
+        files = ", ".join(os.fspath(path) for path in self._proofs)
+        if self.key is not None:
+            return f"signed with the key of {files}"
+        return f"signed by a certificate that {files} vouches for"
+
+
+# The path of a manifest or signature, or True for the one next to the files, or for the digests of a cache.
+Verify: TypeAlias = bool | PathLike | Signature | None
+
+
 def open_paths(
     path: Paths,
     format: str | None,
@@ -41,7 +92,7 @@ def open_paths(
     stored: bool = False,
     *,
     storage_options: Mapping[str, Any] | None = None,
-    verify: Any = None,
+    verify: Verify = None,
 ) -> Opened:
     """Open the files of a path; see `safeload.open` for arguments and errors."""
     if format is not None:

@@ -17,12 +17,8 @@ from .native import lib
 from .text import nearest_five, show
 
 # Layouts of codes (see ``sl_packed`` in csrc/sl_api.h).
-ROWS = int(lib.SL_LAYOUT_ROWS)
-COLUMNS = int(lib.SL_LAYOUT_COLUMNS)
-WORDS = int(lib.SL_LAYOUT_WORDS)
-PLANES = int(lib.SL_LAYOUT_PLANES)
-BLOCKS = int(lib.SL_LAYOUT_BLOCKS)
-MASKED = int(lib.SL_LAYOUT_MASKED)
+ROWS, COLUMNS, WORDS = map(int, (lib.SL_LAYOUT_ROWS, lib.SL_LAYOUT_COLUMNS, lib.SL_LAYOUT_WORDS))
+PLANES, BLOCKS, MASKED = map(int, (lib.SL_LAYOUT_PLANES, lib.SL_LAYOUT_BLOCKS, lib.SL_LAYOUT_MASKED))
 # A block type only for packed tensors.
 I2_S = int(lib.SL_I2_S)
 
@@ -293,18 +289,19 @@ def parse_scheme(scheme: object) -> str:
 
 # Common quantization names, and the schemes they can mean.
 _MEANT = {
-    "int4": ("w4a16", "q4_0", "q4_k", "mlx4", "bnb_nf4"),
-    "int8": (INT8, "w8a8", "w8a16", "q8_0", "mlx8"),
-    "fp4": ("bnb_fp4", "mxfp4a16", "nvfp4a16", "mlx-mxfp4", "mlx-nvfp4"),
-    "fp8": ("fp8_dynamic", "fp8_block", "deepseek_fp8", "mlx-mxfp8", "w8a8"),
-    "gptq": ("w4a16", "w8a16", "w4a16_asym", "mlx4", "q4_k"),
-    "awq": ("w4a16_asym", "w4a16", "w8a16", "mlx4", "q4_k"),
-    "mlx": ("mlx4", "mlx8", "mlx6", "mlx5", "mlx3"),
-    "gguf": ("q4_k", "q8_0", "q6_k", "q5_k", "q4_0"),
+    name: schemes
+    for names, schemes in {
+        "int4 4bit 4-bit uint4 i4 w4 q4 load_in_4bit": ("w4a16", "q4_0", "q4_k", "mlx4", "bnb_nf4"),
+        "int8 8bit 8-bit i8 w8 q8 llm.int8 load_in_8bit": (INT8, "w8a8", "w8a16", "q8_0", "mlx8"),
+        "fp4 f4 float4 float4_e2m1fn": ("bnb_fp4", "mxfp4a16", "nvfp4a16", "mlx-mxfp4", "mlx-nvfp4"),
+        "fp8": ("fp8_dynamic", "fp8_block", "deepseek_fp8", "mlx-mxfp8", "w8a8"),
+        "gptq": ("w4a16", "w8a16", "w4a16_asym", "mlx4", "q4_k"),
+        "awq": ("w4a16_asym", "w4a16", "w8a16", "mlx4", "q4_k"),
+        "mlx": ("mlx4", "mlx8", "mlx6", "mlx5", "mlx3"),
+        "gguf": ("q4_k", "q8_0", "q6_k", "q5_k", "q4_0"),
+    }.items()
+    for name in names.split()
 }
-_MEANT.update(dict.fromkeys(("4bit", "4-bit", "uint4", "i4", "w4", "q4", "load_in_4bit"), _MEANT["int4"]))
-_MEANT.update(dict.fromkeys(("8bit", "8-bit", "i8", "w8", "q8", "llm.int8", "load_in_8bit"), _MEANT["int8"]))
-_MEANT.update(dict.fromkeys(("f4", "float4", "float4_e2m1fn"), _MEANT["fp4"]))
 _LIKE_SCHEMES = re.compile(r"(?:i?q|tq|w)[0-9].*|(?:mlx|bnb|nvfp|mxfp|nf)[_-]?[0-9].*|fp4", re.ASCII)
 _FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
 

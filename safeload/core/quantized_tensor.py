@@ -366,7 +366,7 @@ def rows_of(packed: Packing, names: Mapping[str, str], parts: _Parts, runs: Sequ
         if len(sliced[packing.SHAPE]) == len(shape):  # else without the first axis
             sliced[packing.SHAPE][0] = shape[0]
     if packing.STATE in parts:
-        import json  # as in stores/json_file
+        import json  # as in core/files.py
 
         state = {**json.loads(parts[packing.STATE].whole().tobytes()), "shape": list(shape)}
         sliced[packing.STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)

@@ -19,21 +19,19 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported
-from . import dtypes, foreign, paths
+from . import dtypes, foreign, text
 from .arrays import array_fits
-from .files import LOCAL, Files, unchanged
+from .files import LOCAL, WINDOW, Files, unchanged
 from .forking import cached_property
-from .paths import is_bare
 from .runtime import paused
-from .store import WINDOW
 from .table import ListedTable, Listing
-from .text import error_about, show
+from .text import error_about, is_bare, show
 from .weight_file import WeightFile, open_without_table, places_in
 
 if TYPE_CHECKING:
@@ -108,7 +106,7 @@ def part(name: str) -> Any:
         return _Absent(str(error))
 
 
-paths.explaining = partial(part, "missing paths")
+text.explaining = partial(part, "missing paths")
 
 
 @exported("safeload.plugins")
@@ -153,6 +151,7 @@ class Format(NamedTuple):
     own_names: bool = False
     chooses: Callable[[Sequence[str]], Sequence[str]] | None = None
     source: str = ""
+    writer: str = "write"  # the module's function that writes
 
     def load(self) -> Any:
         """Return the module of the format."""
@@ -161,8 +160,7 @@ class Format(NamedTuple):
     def accepts(self, candidate: Candidate) -> bool:
         """Return True if a file has this format."""
         with self.guarded("recognise a file"):
-            matches = self.matches(candidate.head)
-            return bool(matches and (not self.ambiguous or self.load().claims(candidate)))
+            return bool(self.matches(candidate.head) and (not self.ambiguous or self.load().claims(candidate)))
 
     def read(self, candidate: Candidate, request: OpenRequest) -> Content:
         """Return the content of a file of this format.
@@ -190,7 +188,7 @@ class Format(NamedTuple):
             overwrite: False to raise FileExistsError if the destination exists.
         """
         with self.guarded(f"write {show(path)}"):
-            self.load().write(tensors, metadata, path, overwrite=overwrite)
+            getattr(self.load(), self.writer)(tensors, metadata, path, overwrite=overwrite)
 
     @contextmanager
     def guarded(self, action: str) -> Iterator[None]:
@@ -388,10 +386,7 @@ def place_beside(file: WeightFile, name: str) -> str | None:
     steps = name.split("/")
     if not all(map(is_bare, steps)) or len(steps) > MAX_FOLDERS:
         return None
-    place = file.files.split(file.place)[0]
-    for step in steps:
-        place = file.files.join(place, step)
-    return place
+    return reduce(file.files.join, steps, file.files.split(file.place)[0])
 
 
 # ---- the rows ----
@@ -433,7 +428,8 @@ ROWS = (
            (".pdparams", ".pdopt"), nested=True, ranges=False),
     Format("gguf", "GGUF", "a GGUF file", _begins(b"GGUF"), "..formats.gguf",
            (".gguf",), writes=True, metadata=True, public=True),
-    Format("npz", "npz", _ZIP, foreign.is_zip, ".npz", (".npz",), writes=True, ambiguous=True),
+    Format("npz", "npz", _ZIP, foreign.is_zip, ".npy", (".npz",), writes=True, ambiguous=True,
+           writer="write_archive"),
     Format("npy", "npy", "an npy file", _begins(b"\x93NUMPY"), ".npy", (".npy",), writes=True),
     Format("dcp", "torch.distributed checkpoints", _PICKLE, foreign.is_binary_pickle, "..formats.dcp",
             ambiguous=True, nested=True, parts=foreign.is_safetensors),
@@ -481,10 +477,11 @@ DCP, KERAS = "dcp", "keras"
 
 
 # The names of the formats for each value of ``format=``.
-FORMATS: dict[str, tuple[str, ...]] = {}
-for _row in ROWS:
-    for _value in filter(None, (_row.family, _row.name)):
-        FORMATS[_value] = (*FORMATS.get(_value, ()), _row.name)
+FORMATS = {
+    value: tuple(other.name for other in ROWS if value in (other.family, other.name))
+    for row in ROWS
+    for value in filter(None, (row.family, row.name))
+}
 
 # Usual suffixes of weight files.
 WEIGHT_SUFFIXES = frozenset(suffix for row in ROWS for suffix in row.suffixes)
@@ -731,6 +728,8 @@ def add(where: dict[str, tuple[WeightFile, int]], places: Mapping[str, tuple[Wei
     where.update(places)
 
 
+_NO_CONTAINERS = "root= selects a nested container, but {} has none"
+
 # Formats whose readers take only the table from a file.
 _TABLE_ONLY = (SAFETENSORS, GGUF)
 
@@ -768,7 +767,7 @@ def open_file(path: str, request: OpenRequest) -> Opened:
 def _of_safetensors(file: WeightFile, request: OpenRequest) -> Opened:
     if request.root is not None:
         file.close()
-        raise error_about(UnsupportedError, _no_containers(SAFETENSORS), path=file.path)
+        raise error_about(UnsupportedError, _NO_CONTAINERS.format(SAFETENSORS), path=file.path)
     return Opened(file.path, SAFETENSORS, [file], None, file.table.metadata() or {})
 
 
@@ -787,8 +786,8 @@ def _open_candidate(candidate: Candidate, request: OpenRequest, parsed: bool) ->
         foreign.is_safetensors(head) or (formats is not None and not _PROGRAM(head) and not foreign.is_tar(head))
     ):
         return None
-    own = formats is None or not FORMATS.keys().isdisjoint(formats)  # else a plug-in was asked for
-    container = _container(candidate) if own else None
+    is_plugin = formats is not None and FORMATS.keys().isdisjoint(formats)
+    container = None if is_plugin else _container(candidate)
     row = find_row(candidate, request, parsed=parsed) if container is None else None
     if parsed and row is BY_NAME[SAFETENSORS]:
         return None
@@ -800,10 +799,6 @@ def _open_candidate(candidate: Candidate, request: OpenRequest, parsed: bool) ->
     if not row.ranges:
         check_whole(file, f"{row.kind} must be read as a whole")
     return opened_file(row.name, row.read(candidate, request))
-
-
-def _no_containers(format: str) -> str:
-    return f"root= selects a nested container, but {format} has none"
 
 
 def check_whole(file: WeightFile, reason: str) -> None:
@@ -860,7 +855,7 @@ def find_row(candidate: Candidate, request: OpenRequest, *, parsed: bool = False
         kind = _describe(head, path) or foreign.Kind(row.kind)
         raise FormatError(kind.sentence(formats[0]), path, 0)
     if request.root is not None and not row.nested:
-        raise error_about(UnsupportedError, _no_containers(row.name), path=path)
+        raise error_about(UnsupportedError, _NO_CONTAINERS.format(row.name), path=path)
     return row
 
 

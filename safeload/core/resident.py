@@ -18,12 +18,12 @@ from . import dtypes, native
 from .arrays import Array, array_over, array_spec, over
 from .memory import HUGE_FROM, private_array, thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
-from .paths import PathLike, native_path
 from .runtime import paused
 from .table import Table
+from .text import PathLike, native_path
 
 if TYPE_CHECKING:
-    from .store import LocalStore
+    from .files import LocalStore
     from .weight_file import WeightFile
 
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
@@ -57,12 +57,12 @@ def load_or_open(path: PathLike, backend: str, folders: str = "safeload.load") -
             raise
         return file_of(text, store_of(text, fields[:5], brief=True), table)
     # Like a mapping, the memory is private and lives as long as the last array over it.
-    return Resident(table, views_of(table, native.content_buffer(ffi.cast("void *", content), size)))
+    return Resident(table, views_of(table, ffi.buffer(native.kept(ffi.cast("void *", content), short.sl_free), size)))
 
 
 @cache  # a call takes a tenth of the time of an import statement
 def _opening() -> tuple[type[WeightFile], type[LocalStore]]:
-    from .store import LocalStore
+    from .files import LocalStore
     from .weight_file import WeightFile
 
     return WeightFile, LocalStore
@@ -81,9 +81,9 @@ def read_or_open(path: PathLike, largest: int, folders: str, explained: bool = T
 def _retry(text: str, arguments: tuple[Any, ...], status: int, folders: str, explained: bool) -> None:
     """Call ``sl_safetensors_load`` again if its failure may pass, or raise its error."""
     loaded = ffi.cast(_LOADED, ffi.from_buffer(arguments[2]))
-    store = sys.modules.get(f"{__package__}.store")  # without it, there are no files to close
-    if status == lib.SL_E_OS and store is not None:
-        status = store.with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
+    files = sys.modules.get(f"{__package__}.files")  # without it, there are no files to close
+    if status == lib.SL_E_OS and files is not None:
+        status = files.with_room(lambda: int(short.sl_safetensors_load(*arguments)), loaded.error, status)
     if status == lib.SL_E_OS and loaded.error.os_errno == errno.EISDIR:
         raise path_error(errno.EISDIR, text, f"Is a directory: {text}; {folders} loads folders")
     if status == lib.SL_E_FORMAT:

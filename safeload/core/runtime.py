@@ -1,14 +1,13 @@
-"""Python's runtime: a pause of the garbage collector, optional packages, and the package's own data files."""
+"""Python's runtime: a pause of the garbage collector, and names of the doors that are imported on first access."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-import threading
+from _thread import RLock
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ class _Pause:
     """Pauses the collector in ``with`` blocks, in any number of threads at once; the last block restores it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may load a file too
+        self._lock = RLock()  # a signal handler may load a file too
         self._blocks = 0
         self.restore = False
 
@@ -50,7 +49,7 @@ class _Pause:
 
     def forget(self) -> None:
         """Restore the collector in a forked child, which lacks the threads in a block."""
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._blocks = 0
         if self.restore:
             self.restore = False
@@ -88,88 +87,6 @@ def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
     if _pause.restore and _GENERATIONAL:  # not if the program has disabled the collector
         gc.collect(0)
     return complete
-
-
-# ---- optional packages ----
-
-
-def needed(package: str, text: str, pip: str = "", *others: str) -> Any:
-    """Import an optional package, or raise the error for one that is not installed: ``text`` says what needs it."""
-    try:
-        return import_module(package)
-    except ImportError as error:
-        text = f"{text}, which is not installed: pip install {pip or package}"
-        raise not_installed(error, text, package, *others) from None
-
-
-def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
-    """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.
-
-    An installed package fails too: if another package or a library is missing, or if memory is limited.
-    """
-    name = next(filter(is_absent, packages), None)
-    return error if name is None else ModuleNotFoundError(text, name=name)
-
-
-def is_absent(package: str) -> bool:
-    """Return whether a module is not installed, without importing it."""
-    from importlib.util import find_spec  # only here: nearly all imports succeed
-
-    if package in sys.modules:
-        return sys.modules[package] is None
-    try:
-        return find_spec(package) is None
-    except ModuleNotFoundError:  # by a finder that forbids the package
-        return True
-    except Exception:  # such as a MemoryError
-        return False
-
-
-# ---- JSON files of the package: names and numbers that modules look up ----
-
-
-@cache
-def read_data(module: str, file: str) -> dict[str, Any]:
-    """Return the JSON object in a file beside a module, with tuples for arrays; nobody may change it.
-
-    The module's loader reads it, from a zip archive too. Importing `importlib.resources` takes longer than most loads.
-    """
-    import json  # only here: it takes a millisecond, and most calls need no table
-
-    spec: Any = sys.modules[module].__spec__
-    content = spec.loader.get_data(os.path.join(os.path.dirname(spec.origin), file))
-    result: dict[str, Any] = json.loads(content, object_pairs_hook=_object)
-    return result
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = {key: _frozen(value) for key, value in pairs}
-    if len(result) < len(pairs):
-        raise ValueError(f"duplicate key in {[key for key, _ in pairs]}")
-    return result
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if type(value) is list else value
-
-
-# ---- ``logging.getLogger("safeload")``: warnings for users, and details for programs if enabled ----
-
-NAME = "safeload"
-
-
-def debug(message: str, *arguments: object) -> None:
-    """Log a line for debugging. A program that wants these has imported `logging`, which takes milliseconds."""
-    logging = sys.modules.get("logging")
-    if logging is not None and hasattr(logging, "getLogger"):
-        logging.getLogger(NAME).debug(message, *arguments)
-
-
-def warning(message: str, *arguments: object) -> None:
-    """Log a line for the user: on stderr, unless the program handles log records."""
-    import logging
-
-    logging.getLogger(NAME).warning(message, *arguments)
 
 
 # ---- names of the doors that are imported on first access ----

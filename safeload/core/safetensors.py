@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, chain
 from operator import add
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,20 +16,18 @@ from ..errors import SafetensorError, unsaved
 from . import dtypes, native
 from .arrays import Array, array_over, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
+from .files import WINDOW, LocalStore
 from .jobs import read_small
 from .memory import ALIGNMENT
 from .native import Error, check, ffi, lib, pointer, short
-from .paths import PathLike
 from .registry import Candidate, Content, OpenRequest, part
 from .resident import read_or_open
 from .runtime import paused
-from .store import WINDOW, LocalStore
 from .table import Entry, Table
 from .tensors import Lazy, Tensors
-from .text import encode, show, tensor_named
+from .text import PathLike, as_texts, encode, show, tensor_named
 from .weight_file import WeightFile
 
-_NEWLINE = ord("\n")
 # Bytes of the length before the header, and the unit of its padding.
 _LENGTH = _UNIT = 8
 # Spaces that editable files have after their header, so that `safeload.edit` can change metadata without a new file.
@@ -41,9 +39,6 @@ _BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
 # The first request for a shard before its index has been read. With the head of the response it fits in ten TCP
 # segments, which a server sends at once over a new connection.
 EARLY_WINDOW = 12 << 10
-
-# The bytes of a header; the tensors in the order of their bytes; bytes of each tensor, in the order of the names.
-Head: TypeAlias = tuple[Any, Sequence[int], Sequence[int]]
 
 # Up to this many tensors, a single call builds a header in a buffer of fixed size.
 _FEW = lib.SL_BRIEF
@@ -139,8 +134,8 @@ def _header(
     metadata: Mapping[str, str] | None,
     *,
     room: int = 0,
-) -> Head:
-    """Return a header with upstream's order, and order and sizes as lists; see `Header`."""
+) -> tuple[Any, Sequence[int], Sequence[int]]:
+    """Return a header, the tensors in the order of their bytes, and the bytes of each by their names; see `Header`."""
     try:
         encoded = "\n".join([*names, ""]).encode() if not room and len(names) <= _FEW else None
     except UnicodeEncodeError:
@@ -236,7 +231,7 @@ def _encoded(names: Sequence[str]) -> tuple[bytes, plain_array[int] | Array]:
             text(name, "a tensor name", tensor=name)
         raise
     if len(names) > _ONE_BY_ONE and encoded.count(b"\n") == len(names):
-        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == _NEWLINE)
+        ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == ord("\n"))
         return encoded, ends.astype(np.uint64)
     lengths = [len(name.encode()) for name in names]
     return encoded, plain_array("Q", map(add, accumulate(lengths), range(len(names))))
@@ -339,7 +334,6 @@ def source_of(name: str, value: Any) -> TensorToWrite:
 def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:
     """Write tensors of any format; `quantized.pack` turns quantized tensors into plain tensors."""
     from .described import pack
-    from .metadata import as_texts
 
     packed, texts = pack(tensors, as_texts(metadata or {}) or None)
     FileWriter(packed, texts, room=ROOM).to_file(path, **options)

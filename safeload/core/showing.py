@@ -1,4 +1,4 @@
-"""Show results: as text for terminals, HTML for notebooks, plain values for JSON, and rows for data frames."""
+"""Results of functions: text for terminals, HTML for notebooks, plain values for JSON, rows for data frames."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, islice, repeat
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from .text import clip, is_terminal, more, plural, printable, show, size
 
-if TYPE_CHECKING:  # it would bring NumPy to `safeload --help`
-    from .table import TensorInfo
-
-# ---- text: tables, wrapped prose, names shortened to a width, and rounded numbers ----
+# ---- tables, wrapped prose, names shortened to a width, and rounded numbers ----
 
 # Without a line limit, columns are padded to at most this width, so that a long name does not widen every line.
 _PADDED = 100
@@ -25,8 +22,6 @@ NARROW = 20
 
 # `shorten` looks at this many characters and parts of a name.
 _LONGEST, _PARTS = 2000, 64
-#: Where the parts of a name are divided; not inside ranges such as {0..31}.
-BETWEEN_PARTS = re.compile(r"(?<=[./])(?<!\.\.)(?!\.)")
 
 
 def width() -> int:
@@ -46,6 +41,11 @@ def terminal_rows(rows: int) -> int | None:
     return rows if is_terminal(sys.stdout) else None
 
 
+def parts_of(name: str, most: int) -> list[str]:
+    """Divide a name after dots and slashes, at most ``most`` times; not inside ranges such as {0..31}."""
+    return re.split(r"(?<=[./])(?<!\.\.)(?!\.)", name, maxsplit=most)
+
+
 def shorten(names: Sequence[str], columns: int | None) -> list[str]:
     """Shorten names to a width by cutting the parts that most names share.
 
@@ -54,7 +54,7 @@ def shorten(names: Sequence[str], columns: int | None) -> list[str]:
     """
     if columns is None or all(len(name) <= columns for name in names):
         return list(names)
-    divided = [BETWEEN_PARTS.split(name[:_LONGEST], _PARTS) for name in names]
+    divided = [parts_of(name[:_LONGEST], _PARTS) for name in names]
     count = Counter(part for parts in divided for part in set(parts))
     return [_shorten(name, parts, columns, count, len(names)) for name, parts in zip(names, divided, strict=True)]
 
@@ -160,58 +160,28 @@ def _html_cell(value: str) -> str:
     return escaped(clip(value, _CELL))
 
 
-# ---- tensors by name ----
+# ---- results of functions ----
 
 # Maximum number of rows in a notebook, in a repr, and on a terminal.
-_ROWS, _LINES, _LISTED = 20, 8, 100
+ROWS, _LINES, _LISTED = 20, 8, 100
 
 # Maximum length of a name in a repr.
-_NAME = 60
+_NAME_IN_REPR = 60
 
 
-class TensorInfos(dict[str, "TensorInfo"]):
-    """Descriptions of tensors by name, in a read-only dict; ``dict(infos)`` is a copy that can be changed."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("tensor descriptions are read-only")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorInfos, (dict(self),)
-
-    def __repr__(self) -> str:
-        return _screen(f"<{plural(len(self), 'tensor')}>", self)
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(plural(len(self), "tensor"), self)
-
-
-def _screen(head: str, tensors: Mapping[str, Any]) -> str:
+def screen(head: str, tensors: Mapping[str, Any]) -> str:
     """Return a heading, the first tensors with dtype and shape, and the number of omitted tensors."""
     lines = [head]
     for name, tensor in islice(tensors.items(), _LINES):
         kind = getattr(tensor, "scheme", None) or getattr(tensor, "dtype", type(tensor).__name__)
-        lines.append(f"  {clip(printable(str(name)), _NAME)}  {kind} {list(getattr(tensor, 'shape', ()))}")
+        lines.append(f"  {clip(printable(str(name)), _NAME_IN_REPR)}  {kind} {list(getattr(tensor, 'shape', ()))}")
     return "\n".join([*lines, *(f"  {line}" for line in more(len(tensors), _LINES))])
-
-
-def as_html(title: str, infos: Mapping[str, TensorInfo]) -> str:
-    """Return a table of the first tensors for a notebook."""
-    rows = [(info.name, info.dtype, str(list(info.shape)), size(info.nbytes)) for info in islice(infos.values(), _ROWS)]
-    return html_table(title, ("tensor", "dtype", "shape", "size"), rows, "".join(more(len(infos), _ROWS)))
 
 
 def dict_repr(kind: str, arrays: Mapping[str, Any], note: str = "") -> str:
     """Return the repr of a dict of arrays: its first names with dtypes and shapes."""
-    return _screen(f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>", arrays)
+    return screen(f"<{kind}: {plural(len(arrays), 'tensor')}{f', {note}' if note else ''}>", arrays)
 
-
-# ---- results of functions ----
 
 # A row of a table: a plain value for each column.
 Row: TypeAlias = dict[str, Any]
@@ -253,8 +223,8 @@ class Result:
     def _repr_html_(self) -> str:
         title, *notes = self._about()
         rows, header = self._notable(self.rows()), self._notebook or self._columns
-        cells = [[_cell(key, row[key]) for key in header] for row in rows[:_ROWS]]
-        return html_table(title, header, cells, "; ".join((*more(len(rows), _ROWS), *notes)))
+        cells = [[_cell(key, row[key]) for key in header] for row in rows[:ROWS]]
+        return html_table(title, header, cells, "; ".join((*more(len(rows), ROWS), *notes)))
 
 
 def _cell(key: str, value: Any) -> str:

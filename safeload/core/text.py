@@ -1,13 +1,17 @@
-"""Text for messages: escaped values and names, counts and sizes, suggestions, and errors that name their tensor."""
+"""Text: values, names and paths in messages, errors that name what is absent, and log lines."""
 
 from __future__ import annotations
 
+import errno
 import operator
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
-from ..errors import FormatError, SafeloadError, TensorNotFoundError
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, missing_file
 
 _Error = TypeVar("_Error", bound=SafeloadError)
 
@@ -115,10 +119,7 @@ def plural(count: int, noun: str) -> str:
 
 def unit(nbytes: float) -> tuple[int, str]:
     """Return the unit to show a size in: its number of bytes and its name."""
-    power = 0
-    while nbytes >= 1024 and power < len(_UNITS) - 1:
-        nbytes /= 1024
-        power += 1
+    power = next((k for k in range(len(_UNITS) - 1) if nbytes < 1024 ** (k + 1)), len(_UNITS) - 1)
     return 1024**power, _UNITS[power]
 
 
@@ -152,7 +153,31 @@ def is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
+def as_texts(metadata: Mapping[Any, Any]) -> dict[str, str]:
+    """Convert metadata to text: strings stay, other values become JSON. Values without a JSON form are dropped."""
+    import json  # only here: it takes a millisecond
+
+    texts = {}
+    for key, value in metadata.items():
+        if isinstance(value, str):
+            texts[str(key)] = value
+            continue
+        try:
+            plain = value.tolist() if hasattr(value, "tolist") else value
+            texts[str(key)] = json.dumps(plain, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    return texts
+
+
 # ---- errors ----
+
+# Errors if a path does not exist: a signed URL is too long, and "owner/name" may have a file "owner".
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+# Imports what explains paths that do not exist, and returns it: `registry` puts its part here.
+explaining: Callable[[], Any] = bool
+# Windows' ERROR_INVALID_NAME and ERROR_BAD_PATHNAME for a URL: EINVAL in Python, ENOENT in the C core.
+_INVALID = (123, 161)
 
 
 def error_about(
@@ -216,3 +241,158 @@ def similar(name: str, names: Sequence[str], cutoff: float = 0.6) -> list[str]:
 
     close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff) if len(names) <= _SUGGEST_UP_TO else []
     return [clip(printable(known), _NAME) for known in close]
+
+
+def dangling(path: object) -> str:
+    """Describe a link without a target, as an addition to its path; "" for any other path."""
+    try:
+        if isinstance(path, str) and os.path.islink(path) and not os.path.exists(path):
+            return f", a link to {printable(os.readlink(path))}, which does not exist"
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
+def os_error(number: int, path: str | None) -> OSError:
+    """Return the ``OSError`` subclass for an errno; if the path does not exist, the message explains why."""
+    if number in _MISSING and path is not None:
+        link = dangling(path)
+        if link:
+            return missing_file(path, f"No such file or directory: {path}{link}")
+        missing_paths = explaining()  # imported here: most paths exist
+        known = missing_paths.describe(path) if missing_paths else None
+        if known is not None:
+            return missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
+    if number == errno.ENOENT:
+        return missing_file(path, f"No such file or directory: {path}")
+    return OSError(number, os.strerror(number), path)
+
+
+def unwritable(error: OSError, path: str) -> OSError:
+    """Return the error to raise for a failed write; for a URL it says, without secrets, how to write there."""
+    if error.errno not in _MISSING and getattr(error, "winerror", None) not in _INVALID:
+        return error
+    missing_paths = explaining()  # imported here: most paths are writable
+    known = missing_paths.of_url(path, writes=True) if missing_paths else None
+    return error if known is None else missing_file(known[0], f"No such file or directory: {known[0]}; {known[1]}")
+
+
+# ---- packages that are not installed ----
+
+
+def needed(package: str, text: str, pip: str = "", *others: str) -> Any:
+    """Import an optional package, or raise the error for one that is not installed: ``text`` says what needs it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        text = f"{text}, which is not installed: pip install {pip or package}"
+        raise not_installed(error, text, package, *others) from None
+
+
+def not_installed(error: ImportError, text: str, *packages: str) -> ImportError:
+    """Return the error to raise after an import failed: how to install the package, or ``error`` if it is there.
+
+    An installed package fails too: if another package or a library is missing, or if memory is limited.
+    """
+    name = next(filter(is_absent, packages), None)
+    return error if name is None else ModuleNotFoundError(text, name=name)
+
+
+def is_absent(package: str) -> bool:
+    """Return whether a module is not installed, without importing it."""
+    from importlib.util import find_spec  # only here: nearly all imports succeed
+
+    if package in sys.modules:
+        return sys.modules[package] is None
+    try:
+        return find_spec(package) is None
+    except ModuleNotFoundError:  # by a finder that forbids the package
+        return True
+    except Exception:  # such as a MemoryError
+        return False
+
+
+# ---- ``logging.getLogger("safeload")``: warnings for users, and details for programs if enabled ----
+
+NAME = "safeload"
+
+
+def debug(message: str, *arguments: object) -> None:
+    """Log a line for debugging. A program that wants these has imported `logging`, which takes milliseconds."""
+    logging = sys.modules.get("logging")
+    if logging is not None and hasattr(logging, "getLogger"):
+        logging.getLogger(NAME).debug(message, *arguments)
+
+
+def warning(message: str, *arguments: object) -> None:
+    """Log a line for the user: on stderr, unless the program handles log records."""
+    import logging
+
+    logging.getLogger(NAME).warning(message, *arguments)
+
+
+# ---- paths from callers, as text for messages and for the C core ----
+
+PathLike = str | os.PathLike[str]
+
+# In bytes: the limit of Windows, which is far above PATH_MAX of other systems.
+_LONGEST_PATH = 65_536
+# How the C core takes paths: as `os.fsencode` encodes them, a closure for whose cells threads contend without the GIL,
+# but on Windows in strict UTF-8.
+_SYSTEM = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+_ENCODING, _ERRORS = map(sys.intern, ("utf-8", "strict") if os.name == "nt" else _SYSTEM)
+# PATH_MAX of Linux. Bytes are rarely a path; by mistake they can be the content of a file.
+_LONGEST_BYTES = 4096
+
+
+def native_path(path: PathLike) -> tuple[str, bytes]:
+    """Return a path as text for messages and encoded for the C core."""
+    if isinstance(path, (bytes, bytearray, memoryview)) and (
+        not isinstance(path, bytes) or len(path) > _LONGEST_BYTES or 0 in path
+    ):
+        raise TypeError(
+            f"expected a path, got the content of a file ({type(path).__name__} of length {len(path):,}): "
+            "load it with safeload.numpy.load(data)"
+        )
+    fs_path = os.fspath(path)
+    text = fs_path if isinstance(fs_path, str) else os.fsdecode(fs_path)
+    try:
+        encoded = text.encode(_ENCODING, _ERRORS)
+    except UnicodeEncodeError:
+        raise ValueError(f"lone surrogate in path {show(text)}") from None
+    if b"\0" in encoded:
+        raise ValueError(f"embedded null byte in path {show(text)}")
+    if len(encoded) > _LONGEST_PATH:
+        raise os_error(errno.ENAMETOOLONG, show(text))
+    return text, encoded
+
+
+def private_text(path: str) -> str:
+    """Return a copy of a path unless `native_path` refuses it: threads would contend for a caller's without the GIL."""
+    return native_path(path)[1].decode(_ENCODING, _ERRORS)
+
+
+def folder_names(folder: str, failures: list[OSError]) -> list[str]:
+    """Return the sorted names in a folder, none if it is missing; add an error to the failures."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        failures.append(error)
+        return []
+
+
+def absolute(path: str) -> str:
+    """Return a path that stays valid when the working directory changes."""
+    if path.startswith("/") and os.name != "nt":  # the fast path, because every open calls this
+        return path
+    try:
+        return os.path.abspath(path)
+    except OSError:  # the working directory has been deleted
+        return path
+
+
+def is_bare(name: str) -> bool:
+    """Return True for the bare name of a file: metadata and indexes must not refer to files outside its folder."""
+    return bool(name) and name not in (".", "..") and not any(c in "\0/\\:" or "\ud800" <= c <= "\udfff" for c in name)

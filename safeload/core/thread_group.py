@@ -17,8 +17,6 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .store import ByteStore, Span, read_from
-
 # Requests in flight while headers are read, and while tensors are. An object store gives a connection 50 to 100 MB/s,
 # and its first byte takes 50 to 100 ms.
 HEADS, RANGES = 32, 16
@@ -132,6 +130,14 @@ def belonging(stop: Stop) -> Iterator[None]:
         _of_thread.stop = before
 
 
+def fill(spans: Iterable[tuple[int, memoryview]], begin: int, content: bytes | bytearray | memoryview) -> None:
+    """Copy the result of an unabortable read to `Span`s, unless its call has ended."""
+    view = memoryview(content)
+    with current().filling():
+        for offset, memory in spans:
+            memory[:] = view[offset - begin : offset - begin + len(memory)]
+
+
 class _Threads(Stop):
     """Threads and their tasks, without a reference to a `Prefetch`: it can be collected while they run."""
 
@@ -223,29 +229,6 @@ class _Threads(Stop):
         self._results = SimpleQueue()  # nobody takes the rest
         if interrupted:
             raise interrupted.pop()  # which refers to this frame
-
-
-# ---- reads of several ranges ----
-
-
-def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
-    """Fill ascending spans that do not overlap, from any store."""
-    fill_spans = getattr(store, "fill_spans", None)
-    if fill_spans is not None:  # only a `remote.RemoteStore` has it, because each of its reads can be a request
-        fill_spans(spans)
-        return
-    begin, end = spans[0].offset, spans[-1].end
-    memory = bytearray(end - begin)
-    read_from(store, begin, memoryview(memory), getattr(store, "path", ""))
-    fill(spans, begin, memory)
-
-
-def fill(spans: Sequence[Span], begin: int, content: bytes | bytearray | memoryview) -> None:
-    """Copy the result of an unabortable read, unless its call has ended."""
-    view = memoryview(content)
-    with current().filling():
-        for offset, memory in spans:
-            memory[:] = view[offset - begin : offset - begin + len(memory)]
 
 
 # ---- tasks ahead of a consumer ----

@@ -11,12 +11,11 @@ from typing import Any, BinaryIO, NoReturn
 
 from ..errors import UnsupportedError
 from . import dtypes
-from .files import LOCAL, Files
+from .files import LOCAL, WINDOW, ByteStore, Files, LocalStore, compare, open_local, read_at
 from .packing import INT8
-from .paths import PathLike
 from .runtime import collected_young, paused
-from .store import WINDOW, ByteStore, LocalStore, compare, open_local, read_at
 from .table import ListedTable, Table, TensorInfo
+from .text import PathLike
 
 
 class WeightFile:

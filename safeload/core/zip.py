@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .atomic_file import reserve
-from .store import LocalStore
+from .files import LocalStore
 from .text import error_about, show
 from .weight_file import WeightFile, open_temporary
 
@@ -110,7 +110,6 @@ _Directory: TypeAlias = tuple[list[ZipEntry], int, End | None]
 
 
 def _read_directory(file: WeightFile) -> _Directory:
-    """Read the directory of an archive."""
     end = _read_end(file)
     if end is not None:
         if end.size > MAX_DIRECTORY:
@@ -241,15 +240,13 @@ class Archive:
         self._window, self._window_at = b"", 0
         self._heads: dict[int, bytes] = {}  # by their offsets
         entries, self._directory, end = _read_directory(file)
-        self.entries = {entry.name: entry for entry in entries}
+        self.entries: dict[str, ZipEntry] = {}
+        for entry in entries:
+            if self.entries.setdefault(entry.name, entry) is not entry:
+                at = min(max(0, entry.at), file.size)
+                raise FormatError(f"duplicate zip entry {show(entry.name)}", file.path, at)
         small = self._directory <= len(self.entries) * _WINDOW
         self._step = _NEAR if file.remote else _BLOCK if small else _WINDOW
-        if len(self.entries) < len(entries):
-            seen: set[str] = set()
-            for name, *_, at in entries:
-                if name in seen:
-                    raise FormatError(f"duplicate zip entry {show(name)}", file.path, min(max(0, at), file.size))
-                seen.add(name)
         # Overlapping entries and archives that are not the whole file are refused, because readers differ.
         path = file.path
         if end is None:

@@ -19,14 +19,11 @@ from ..conversion.sink import Sink, free_names, remove_killed
 from ..core import dtypes
 from ..core.atomic_file import AtomicFile, Swap, remove_abandoned, write_pieces
 from ..core.described import CODES_SUFFIX, QUANTIZED, SCALE_SUFFIX
-from ..core.files import LOCAL
-from ..core.json_file import read_json
+from ..core.files import BLOCK, LOCAL, read_json
 from ..core.native import address_of, ffi
 from ..core.packing import KEY
-from ..core.paths import PathLike, native_path
 from ..core.safetensors import ROOM, Header, TensorToWrite, open_file, source_of, text
-from ..core.store import BLOCK
-from ..core.text import error_about, show
+from ..core.text import PathLike, error_about, native_path, show
 from ..core.weight_file import open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported, public, unsaved
 from ..formats import gguf

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from ..core.store import BLOCK, identity_of, lock, sync_folder
+from ..core.files import BLOCK, identity_of, lock, sync_folder
 from ..errors import FormatError, SafeloadError
 
 # The journal of NAME is ".NAME.safeload-edit".

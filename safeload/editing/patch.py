@@ -26,12 +26,11 @@ from ..core import dtypes
 from ..core.arrays import Array, as_array, check_spans
 from ..core.files import Located
 from ..core.native import address_of, ffi
-from ..core.paths import PathLike
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.safetensors import MAX_HEADER, Header, TensorToWrite, parse_head, source_of
 from ..core.table import Table
 from ..core.tensors import Lazy
-from ..core.text import error_about, plural, size
+from ..core.text import PathLike, error_about, plural, size
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, public, unsaved
 from ..remote.places import places_of

@@ -32,10 +32,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from ..core.files import Files
+from ..core.files import WINDOW, ByteStore, Files
 from ..core.foreign import is_tar
 from ..core.registry import Candidate, Opened, OpenRequest, joined_places, open_file
-from ..core.store import WINDOW, ByteStore
 from ..core.table import ListedTable, Listing
 from ..core.text import error_about, printable, show
 from ..core.weight_file import WeightFile

@@ -29,9 +29,9 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, c_strides, index_of
+from ..core.files import ByteStore, Span
 from ..core.forking import ProcessLock, cached_property
 from ..core.registry import Content
-from ..core.store import ByteStore, Span
 from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about
 from ..core.thread_group import current

@@ -48,13 +48,12 @@ import numpy as np
 
 from ..core import dtypes, foreign, safetensors
 from ..core.arrays import Array, c_strides
+from ..core.files import ByteStore, StoreWindow, Unpacked, read_at
 from ..core.forking import cached_property
-from ..core.metadata import depth_of, names_below, nested
-from ..core.paths import is_bare
+from ..core.names import depth_of, names_below, nested
 from ..core.registry import Candidate, Content, OpenRequest
-from ..core.store import ByteStore, StoreWindow, Unpacked, read_at
 from ..core.table import ListedTable, Table, Unknown
-from ..core.text import error_about, show
+from ..core.text import error_about, is_bare, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public

@@ -13,15 +13,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core import registry
-from ..core.files import LOCAL, Files, Location
+from ..core.files import LOCAL, Files, Location, identity_of, read_at, read_if_there, read_json, read_version
 from ..core.foreign import DCP_SUFFIX
-from ..core.json_file import read_if_there, read_json, read_version
-from ..core.metadata import names_below
-from ..core.paths import dangling, is_bare, os_error
+from ..core.names import names_below
 from ..core.registry import DCP, GGUF, KERAS, SAFETENSORS, Format, Opened, OpenRequest, add, open_file
 from ..core.safetensors import EARLY_WINDOW, window_for
-from ..core.store import identity_of, read_at
-from ..core.text import clip, error_about, printable, show
+from ..core.text import clip, dangling, error_about, is_bare, os_error, printable, show
 from ..core.thread_group import HEADS
 from ..core.weight_file import WeightFile, places_in
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError, missing_file

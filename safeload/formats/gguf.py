@@ -23,16 +23,24 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, check_mapping, not_an_array, refuse_masked
 from ..core.atomic_file import AtomicFile, Piece, pieces_of, write_pieces
-from ..core.metadata import as_texts
 from ..core.native import Error, address_of, check, ffi, kept, lib, pointer, short
 from ..core.packing import CODES, GGUF, INT8, SCALE
-from ..core.paths import PathLike
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.registry import Candidate, Content, OpenRequest
-from ..core.runtime import warning
 from ..core.table import Table, Unknown
 from ..core.tensors import Lazy, LazyParts, materialize
-from ..core.text import check_name, clip, encode, error_about, printable, show, tensor_named
+from ..core.text import (
+    PathLike,
+    as_texts,
+    check_name,
+    clip,
+    encode,
+    error_about,
+    printable,
+    show,
+    tensor_named,
+    warning,
+)
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, MissingShardError, SafeloadError, UnsupportedError
 from ..models.diffusion import ARCHITECTURE, SHAPE_KEY, is_rearranged, model_of

@@ -76,12 +76,11 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits, c_strides
-from ..core.json_file import parse_json
-from ..core.metadata import names_below
+from ..core.files import parse_json
+from ..core.names import names_below
 from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
-from ..core.runtime import needed
 from ..core.table import ListedTable, Listing, Unknown, unreadable
-from ..core.text import error_about, show
+from ..core.text import error_about, needed, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, FileStream, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError

@@ -45,8 +45,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import Array
+from ..core.files import read_data
 from ..core.packing import SCHEMES
-from ..core.runtime import read_data
 from ..core.text import error_about, nearest, plural, show
 from ..errors import FormatError, UnsupportedError
 from ..models.diffusion import ARCHITECTURE, diffusion_models, model_of

@@ -31,9 +31,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.paths import is_bare
-from ..core.store import Unpacked
-from ..core.text import show
+from ..core.files import Unpacked
+from ..core.text import is_bare, show
 from ..errors import FormatError, LimitError, UnsupportedError
 from .zstd import decompressed
 

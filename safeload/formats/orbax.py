@@ -52,15 +52,13 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, c_strides, index_of
+from ..core.files import MAX_JSON, ByteStore, Unpacked, parse_json, read_at, read_json
 from ..core.forking import cached_property
-from ..core.json_file import MAX_JSON, parse_json, read_json
-from ..core.metadata import depth_of, names_below, nested
-from ..core.paths import is_bare
+from ..core.names import depth_of, names_below, nested
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.runtime import paused
-from ..core.store import ByteStore, Unpacked, read_at
 from ..core.table import Unknown
-from ..core.text import error_about, show
+from ..core.text import error_about, is_bare, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..remote.remote_store import RemoteStore

@@ -21,9 +21,9 @@ from math import prod
 from typing import Any, TypeAlias
 
 from ..core import dtypes
+from ..core.files import LocalStore
 from ..core.foreign import HEAD_SIZE
 from ..core.registry import Candidate, Content, OpenRequest
-from ..core.store import LocalStore
 from ..core.table import ListedTable
 from ..core.text import clip, error_about, printable, show
 from ..core.weight_file import WeightFile

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..core.files import ByteStore, Memory
 from ..core.forking import ProcessLock
-from ..core.runtime import needed
-from ..core.store import ByteStore, Memory
-from ..core.text import error_about, show
+from ..core.text import error_about, needed, show
 from ..errors import FormatError, LimitError
 
 # Bytes that a byte of a frame can stand for: blocks of 128 KiB take at least 4 bytes.

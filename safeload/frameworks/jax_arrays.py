@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..adapters.merge import Merge
-from ..core import cast, dtypes, memory, opening, quantized_tensor, registry, restore, runtime, weight_file
+from ..core import cast, dtypes, memory, opening, quantized_tensor, registry, restore, weight_file
 from ..core.arrays import Array as NumpyArray
 from ..core.arrays import check_mapping, not_an_array
 from ..core.checkpoint import Checkpoint, slice_of, tensors_of
 from ..core.load import load_tensors, parse_target
 from ..core.progress import Meter, Progress
 from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
-from ..core.text import clip, error_about, printable, show, tensor_named
+from ..core.text import clip, error_about, not_installed, printable, show, tensor_named
 from ..errors import RangeError, SafetensorError, UnsupportedError
 from .checkpoints import selecting
 
@@ -28,7 +28,7 @@ try:
     import jax.numpy as jnp
 except ImportError as error:
     text = "safeload.jax needs JAX, which is not installed: pip install jax"
-    raise runtime.not_installed(error, text, "jax") from error.__cause__
+    raise not_installed(error, text, "jax") from error.__cause__
 
 Array: TypeAlias = jax.Array
 # The place of an array: a sharding or a device (which has no type for pyright); None for JAX's default device.

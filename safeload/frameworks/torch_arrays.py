@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, runtime, safetensors
+from ..core import dtypes, safetensors
 from ..core.arrays import Array, foreign_order
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
-from ..core.text import clip, error_about, printable, show
+from ..core.text import clip, error_about, not_installed, printable, show
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 
 try:
     import torch as torch  # other modules import it from here, so that all share the error below
 except ImportError as error:
     text = "safeload.torch needs PyTorch, which is not installed: pip install torch"
-    raise runtime.not_installed(error, text, "torch") from error.__cause__
+    raise not_installed(error, text, "torch") from error.__cause__
 
 Tensor = torch.Tensor
 Device = torch.device

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.runtime import read_data
+from ..core.files import read_data
 from ..core.table import Table
 from ..core.text import show
 from ..errors import FormatError

@@ -46,8 +46,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..core.files import read_data
 from ..core.forking import cached_property
-from ..core.runtime import read_data
 from ..core.text import show
 from ..errors import exported, public
 from .schema import Schema

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..core.paths import PathLike
-from ..core.text import show
+from ..core.files import read_json
+from ..core.text import PathLike, show
 from ..errors import FormatError, exported, public
 
 # Placeholder for the layer number in a name.
@@ -101,8 +101,6 @@ class Layout:
             FormatError: the JSON does not describe a layout.
             OSError: the file cannot be read.
         """
-        from ..core.json_file import read_json  # imported here, because it takes a millisecond
-
         path = None if isinstance(source, Mapping) else os.fspath(source)
         content = source if isinstance(source, Mapping) else read_json(os.fspath(source), "the layout")
         entries = content.get("tensors")

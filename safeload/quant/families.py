@@ -21,7 +21,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ..core import arrays, dtypes, packing, runtime
+from ..core import arrays, dtypes, packing
+from ..core.files import read_data
 from ..core.text import show
 
 # The usual formats are in the last modules.
@@ -84,7 +85,7 @@ def _modules() -> list[Any]:
 def families() -> tuple[Family, ...]:
     """Return all rows of families."""
     rows = [row for module in _modules() for row in module.FAMILIES]
-    for row in runtime.read_data(__name__, "refused.json")["refused"]:
+    for row in read_data(__name__, "refused.json")["refused"]:
         codes = dtypes.FLOAT_CODES | dtypes.INTEGER_CODES if row.get("fp8") else _NOT_FP8
         beside, methods = {MARK: row["beside"]} if "beside" in row else {}, row.get("methods", ())
         rows.append(
@@ -179,4 +180,4 @@ def preset_of(scheme: object) -> Preset | None:
 
 def filled(key: str, **fields: Any) -> dict[str, Any]:
     """Return settings of ``engines.json`` with some fields filled in, in the order of the engine's tool."""
-    return {**runtime.read_data(__name__, "engines.json")[key], **fields}
+    return {**read_data(__name__, "engines.json")[key], **fields}

@@ -14,7 +14,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from ..core import dtypes, json_file, packing, registry
+from ..core import dtypes, packing, registry
+from ..core.files import read_json
 from ..core.table import ListedTable, Listing, Table
 from ..core.tensors import FileTensor, Tensors
 from ..core.text import clip, plural, printable, show, tensor_named
@@ -626,7 +627,7 @@ def _shards_beside(file: WeightFile) -> Collection[str]:
     try:
         indexes = [name for name, _ in files.listing(folder or ".") if name.endswith(".index.json")]
         for index in indexes[:_MOST_INDEXES]:
-            weight_map = json_file.read_json(files.join(folder, index), "index.json", files).get("weight_map")
+            weight_map = read_json(files.join(folder, index), "index.json", files).get("weight_map")
             if isinstance(weight_map, Mapping) and base in weight_map.values():
                 names.update(name for name, shard in weight_map.items() if shard != base)
     except VerificationError:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..core import dtypes, jobs, json_file, memory, native, packing
+from ..core import dtypes, jobs, memory, native, packing
 from ..core.arrays import Array
+from ..core.files import parse_json
 from ..core.packing import Grid, Packing, Part, Zeros
 from ..core.text import show
 from ..core.weight_file import WeightFile
@@ -300,7 +301,7 @@ def packing_of(context: GroupContext, name: str, names: Mapping[str, str], parts
 def parsed(text: bytes, title: str) -> dict[str, Any]:
     """Return a description in JSON."""
     try:
-        return json_file.parse_json(text, title, "")
+        return parse_json(text, title, "")
     except FormatError as error:
         raise Misfit(str(error.args[0])) from None
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
-from ..core import dtypes, json_file, packing, runtime
+from ..core import dtypes, packing
+from ..core.files import parse_json, read_data, read_if_there
 from ..core.forking import cached_property
 from ..core.text import clip, printable, show
 from ..core.weight_file import WeightFile
@@ -279,7 +280,7 @@ def is_length(value: Any) -> TypeGuard[int]:
 
 @lru_cache(maxsize=4)  # all packed tensors of a checkpoint have the same text
 def _parsed(text: str) -> Quantization | None:
-    return quantization_of(json_file.parse_json(text.encode(), packing.CONFIG_KEY, ""))
+    return quantization_of(parse_json(text.encode(), packing.CONFIG_KEY, ""))
 
 
 def is_kept_by(text: str | None, module: str, new: str) -> bool:
@@ -384,13 +385,13 @@ def find_quantization(files: Sequence[WeightFile], title: str) -> Quantization |
 def config_inside(file: WeightFile) -> dict[str, Any] | None:
     """Return the description that `Quantization.text` put into the metadata of a file; None if it has none."""
     text = (file.table.metadata() or {}).get(packing.CONFIG_KEY)
-    return json_file.parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
+    return parse_json(text.encode(), packing.CONFIG_KEY, file.path) if isinstance(text, str) else None
 
 
 def config_beside(file: WeightFile, name: str = BESIDE[0]) -> dict[str, Any] | None:
     """Return a JSON file in the folder of a file; None if it is missing or unreadable, because nobody requested it."""
     try:
-        return json_file.read_if_there(file.files.join(_folder_of(file), name), name, file.files)
+        return read_if_there(file.files.join(_folder_of(file), name), name, file.files)
     except VerificationError:  # it could change values
         raise
     except (SafeloadError, OSError):
@@ -435,7 +436,7 @@ class Method(NamedTuple):
 @cache
 def _methods() -> tuple[dict[str, Method], dict[str, Method]]:
     """Return the settings by the names of methods, and by the keys of parts."""
-    data = runtime.read_data(__name__, "methods.json")
+    data = read_data(__name__, "methods.json")
 
     def expanded(texts: Iterable[str]) -> list[str]:
         return [text for each in texts for text in (data["lists"][each[1:]] if each.startswith("@") else (each,))]

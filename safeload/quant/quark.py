@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.files import read_data
 from ..core.packing import COLUMNS, FACTORS, GLOBAL, MULTIPLIED, ROWS, SCALE, WORDS, ZERO, Grid, Packing, Zeros
-from ..core.runtime import read_data
 from ..core.text import show
 from ..errors import UnsupportedError
 from . import floats, patterns

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.files import Location
-from ..core.runtime import needed
+from ..core.text import needed
 from ..errors import public
 from . import url as urls
 

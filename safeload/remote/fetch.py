@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 from ..core import dtypes
 from ..core.arrays import Array
+from ..core.files import ByteStore, Span, read_from
 from ..core.jobs import WINDOW, Batch, Job, Origin
 from ..core.memory import ALIGNMENT, aligned_bytes, windows
 from ..core.native import address_of, ffi, lib
-from ..core.store import Span
-from ..core.thread_group import RANGES, check_stopped, current, each, read_spans, run
+from ..core.thread_group import RANGES, check_stopped, current, each, fill, run
 from ..core.weight_file import WeightFile, is_remote
 from ..errors import RemoteError
 
@@ -34,6 +34,18 @@ _GAP, _SMALL_GAP = 1 << 20, 64 << 10
 _STAGED = 192 << 20
 # Seconds after which a thread waiting for staging memory checks if its call was stopped.
 _POLL = 0.05
+
+
+def read_spans(store: ByteStore, spans: Sequence[Span]) -> None:
+    """Fill ascending spans that do not overlap, from any store."""
+    fill_spans = getattr(store, "fill_spans", None)
+    if fill_spans is not None:  # only a `RemoteStore` has it, because each of its reads can be a request
+        fill_spans(spans)
+        return
+    begin, end = spans[0].offset, spans[-1].end
+    memory = bytearray(end - begin)
+    read_from(store, begin, memoryview(memory), getattr(store, "path", ""))
+    fill(spans, begin, memory)
 
 
 class Fetch:

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, NoReturn
 
-from ..core.files import Files
+from ..core.files import WINDOW, ByteStore, Files, LocalStore, of_descriptor
 from ..core.forking import ProcessLock
-from ..core.store import WINDOW, ByteStore, LocalStore, of_descriptor
 from ..core.text import show
 from ..errors import FormatError, UnsupportedError, missing_file
 from . import url as urls

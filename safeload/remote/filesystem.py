@@ -18,10 +18,9 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.cached import CachingFileSystem, WholeFileCacheFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ..core.files import WINDOW, ByteStore, open_local
 from ..core.forking import ProcessLock, cached_property
-from ..core.runtime import debug, is_absent
-from ..core.store import WINDOW, ByteStore, open_local
-from ..core.text import show
+from ..core.text import debug, is_absent, show
 from ..core.thread_group import current, left_behind
 from ..errors import FormatError, RemoteError, UnsupportedError
 from . import url as urls

@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.runtime import debug
-from ..core.store import WINDOW, ByteStore, replace
-from ..core.text import error_about, printable, show
+from ..core.files import WINDOW, ByteStore, replace
+from ..core.text import debug, error_about, printable, show
 from ..core.thread_group import current, each, left_behind
 from ..errors import (
     FormatError,

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from ..core.files import WINDOW, Span, compare
 from ..core.forking import ProcessLock
-from ..core.runtime import debug
-from ..core.store import WINDOW, Span, compare
-from ..core.text import show
+from ..core.text import debug, show
 from ..core.thread_group import current
 from ..errors import RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls

@@ -34,8 +34,7 @@ from urllib3.util.wait import wait_for_write
 
 from .._version import __version__
 from ..core.forking import ProcessLock, making_context
-from ..core.runtime import needed
-from ..core.text import show
+from ..core.text import needed, show
 from ..core.thread_group import Stopped, current
 from ..errors import RemoteError, RemotePermissionError, RemoteTimeoutError, UnsupportedError
 from . import url as urls

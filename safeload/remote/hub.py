@@ -24,11 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from .._version import __version__
+from ..core.files import MAX_JSON, WINDOW, ByteStore, LocalStore, open_local, parse_json
 from ..core.forking import ProcessLock
-from ..core.json_file import MAX_JSON, parse_json
-from ..core.runtime import debug, needed
-from ..core.store import WINDOW, ByteStore, LocalStore, open_local
-from ..core.text import show
+from ..core.text import debug, needed, show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated

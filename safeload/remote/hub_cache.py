@@ -17,9 +17,8 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from ..core.json_file import read_json
-from ..core.paths import folder_names
-from ..core.text import clip, error_about, printable
+from ..core.files import read_json
+from ..core.text import clip, error_about, folder_names, printable
 from ..errors import FormatError, UnsupportedError
 
 # A full commit, whose files never change.

@@ -22,12 +22,10 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.files import LOCAL
-from ..core.json_file import read_json
+from ..core.files import LOCAL, read_json
 from ..core.opening import open_paths
-from ..core.paths import folder_names
 from ..core.registry import GGUF, SAFETENSORS, Opened, Recipe, open_file
-from ..core.text import error_about, plural, show
+from ..core.text import error_about, folder_names, plural, show
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from .url import shown
 

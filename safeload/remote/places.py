@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.files import LOCAL, Files, Located, Location
-from ..core.paths import PathLike, native_path, private_text
-from ..core.text import show
+from ..core.text import PathLike, native_path, private_text, show
 from . import url as urls
 
 

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..core.files import LOCAL, Files, Location
-from ..core.runtime import needed
-from ..core.store import WINDOW, ByteStore, LocalStore, open_local
-from ..core.text import show
+from ..core.files import LOCAL, WINDOW, ByteStore, Files, LocalStore, Location, open_local
+from ..core.text import needed, show
 from ..errors import UnsupportedError, missing_file
 from . import of_fsspec
 from . import url as urls

@@ -8,11 +8,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ..core.files import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
 from ..core.forking import ProcessLock
-from ..core.store import WINDOW, ByteStore, LocalStore, Memory, Span, compare, identity_of
-from ..core.thread_group import each, fill, read_spans
+from ..core.thread_group import each, fill
 from ..errors import FormatError, UnsupportedError
 from . import url as urls
+from .fetch import read_spans
 
 # Prefetched ranges share a request if the gap between two ranges has at most _GAP bytes, and the request at most
 # _TOGETHER bytes.

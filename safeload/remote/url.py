@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from ..core.text import show
+from ..core.text import is_absent, show
 from ..errors import UnsupportedError
 
 # A scheme has at least two letters, unlike a Windows drive. fsspec's chains begin with "scheme::".
@@ -318,8 +318,6 @@ def _web_host(host: str) -> str:
         try:
             import idna  # a dependency of huggingface_hub and requests
         except ImportError:
-            from ..core.runtime import is_absent
-
             if not is_absent("idna"):
                 raise
             raise UrlError("its host is not ASCII: install idna, or write the host in its xn--... form") from None

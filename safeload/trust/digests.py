@@ -33,13 +33,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..core.files import LOCAL, Files
-from ..core.json_file import MAX_JSON, parse_json
-from ..core.paths import PathLike, folder_names
-from ..core.runtime import needed
-from ..core.signature import Signature, Verify
-from ..core.store import read_at
-from ..core.text import error_about, show
+from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
+from ..core.opening import Signature, Verify
+from ..core.text import PathLike, error_about, folder_names, needed, show
 from ..errors import FormatError, VerificationError, one_line
 from ..remote.places import places_of
 

@@ -40,9 +40,8 @@ from typing import Any, NamedTuple
 from ..core.files import Files
 from ..core.npy import HEADER_ERRORS, find_header, parse_header
 from ..core.opening import Paths
-from ..core.paths import os_error
 from ..core.showing import Report, table
-from ..core.text import plural, printable, show
+from ..core.text import os_error, plural, printable, show
 from ..core.weight_file import open_without_table
 from ..core.zip import Readable, ZipEntry, every_entry, local_readings
 from ..errors import SafeloadError, exported, one_line, public

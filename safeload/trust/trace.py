@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..core.runtime import read_data
+from ..core.files import read_data
 from ..core.zip import Readable
 from ..errors import FormatError, LimitError
 from ..formats.unpickle import (

@@ -12,10 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from typing import Any, NoReturn
 
-from ..core.files import LOCAL, Files
+from ..core.files import (
+    LOCAL,
+    LOCAL_BLOCK,
+    REMOTE_BLOCK,
+    WINDOW,
+    ByteStore,
+    Files,
+    LocalStore,
+    Span,
+    read_from,
+    sha256_of,
+)
 from ..core.forking import ProcessLock
 from ..core.native import private_buffer
-from ..core.store import LOCAL_BLOCK, REMOTE_BLOCK, WINDOW, ByteStore, LocalStore, Span, read_from, sha256_of
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
 from ..errors import LimitError, SafeloadError, VerificationError
 from ..remote.remote_store import RemoteStore

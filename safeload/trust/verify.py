@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..conversion.sink import is_extra
-from ..core.files import LOCAL, Files, Located, Location
+from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of
 from ..core.memory import check_threads, thread_count
-from ..core.paths import PathLike, os_error
+from ..core.opening import Verify
 from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME
 from ..core.showing import Report, Row, table
-from ..core.signature import Verify
-from ..core.store import WINDOW, ByteStore, blocks_of
-from ..core.text import more, plural, printable, size
+from ..core.text import PathLike, more, os_error, plural, printable, size
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
 from ..quant.quantization import BESIDE, find_quantization

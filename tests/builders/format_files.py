@@ -41,7 +41,7 @@ MAKERS = {
 def make(row, weights, path):
     """Write a file of the format, and return its path."""
     if row.writes:
-        row.load().write(weights, {}, path)
+        getattr(row.load(), row.writer)(weights, {}, path)
     else:
         MAKERS[row.name](weights, path)
     return path

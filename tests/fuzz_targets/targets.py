@@ -44,7 +44,6 @@ from builders.inside import (
     families,
     model_families,
     npy,
-    npz,
     parse_json,
     registry,
     rules,
@@ -246,7 +245,7 @@ def npz_file(data):
     again = FOLDER / "again.npz"
     if any("\0" in name for name in tensors):  # readers of npz end a name there
         return
-    npz.write(tensors, None, again, durable=False)
+    npy.write_archive(tensors, None, again, durable=False)
     read = safeload.load(again, format="npz")
     require(read.keys() == tensors.keys(), "written again it has the same names")
     for name, array in tensors.items():

@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from builders.inside import npy, npz
+from builders.inside import npy
 
 import safeload
 import safeload.gguf
@@ -40,7 +40,7 @@ TAKE_ARRAYS = {
     "gguf, metadata": lambda x: safeload.gguf.save_file({}, "new", {"w": x.reshape(-1)}),
     "gguf, nested metadata": lambda x: safeload.gguf.save_file({}, "new", {"w": [[1], x.reshape(-1)]}),
     "moon": lambda x: safeload.moon.save_file({"w": x.astype(np.float16)}, "new"),
-    "npz": lambda x: npz.write({"w": x}, None, "new"),
+    "npz": lambda x: npy.write_archive({"w": x}, None, "new"),
     "npy": lambda x: npy.write({"w": x}, None, "new"),
     **{
         f"convert to {suffix}": lambda x, suffix=suffix: safeload.convert(
@@ -101,7 +101,7 @@ def test_other_subclasses_are_arrays(kind):
     for path, write in {
         "s": lambda path: save_file({"w": array}, path),
         "g": lambda path: safeload.gguf.save_file({"w": array}, path),
-        "z": lambda path: npz.write({"w": array}, None, path),
+        "z": lambda path: npy.write_archive({"w": array}, None, path),
         "y": lambda path: npy.write({"w": array}, None, path),
     }.items():
         write(path)
@@ -131,7 +131,7 @@ TAKE_DICTS = {
     "gguf": ("tensors", lambda x: safeload.gguf.save_file(x, "new")),
     "gguf, metadata": ("metadata", lambda x: safeload.gguf.save_file({"w": W}, "new", x)),
     "moon": ("tensors", lambda x: safeload.moon.save_file(x, "new")),
-    "npz": ("tensors", lambda x: npz.write(x, None, "new")),
+    "npz": ("tensors", lambda x: npy.write_archive(x, None, "new")),
     "npy": ("tensors", lambda x: npy.write(x, None, "new")),
     "load(out=)": ("out", lambda x: safeload.load("w.safetensors", out=x)),
     "load_file(out=)": ("out", lambda x: load_file("w.safetensors", out=x)),
@@ -173,7 +173,7 @@ def test_what_works_like_a_dict_is_taken():
             return iter(self._held)
 
     save_file(Like(), "new")
-    npz.write(Like(), None, "new.npz")
+    npy.write_archive(Like(), None, "new.npz")
     for way in (safeload.open, np.load):
         with way("new.npz") as opened:
             save_file(opened, "new")

@@ -48,7 +48,7 @@ def test_translations(text, want):
 
 # Messages of functions that no command calls, or about objects that a command line cannot hold.
 ELSEWHERE = (
-    "core/arrays.py", "core/paths.py", "core/names.py", "core/checkpoint.py",
+    "core/arrays.py", "core/files.py", "core/text.py", "core/names.py", "core/checkpoint.py",
     "core/quantized_tensor.py", "core/slice.py", "core/registry.py", "checking/stats.py",
     "conversion/quantize.py", "remote/missing_path.py", "remote/places.py",
 )  # fmt: skip

@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy as upstream
 from builders import inside
 from builders.cuts import killed_at_the_end
-from builders.inside import atomic_file, main, npy, npz
+from builders.inside import atomic_file, main, npy
 from builders.thorough import part_of
 
 import safeload
@@ -418,7 +418,7 @@ def test_a_path_that_open_refuses_is_refused_alike(ending, tmp_path, monkeypatch
         lambda path: safeload.serialize_file({}, path),
         lambda path: safeload.gguf.save_file(SMALL, path),
         lambda path: safeload.moon.save_file({}, path),
-        lambda path: npz.write(SMALL, None, path),
+        lambda path: npy.write_archive(SMALL, None, path),
         lambda path: npy.write(SMALL, None, path),
     )
     for write in writers:

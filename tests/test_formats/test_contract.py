@@ -158,7 +158,8 @@ def test_its_module_says_what_the_format_is(row):
     module = row.load()
     assert module.__doc__
     assert hasattr(module, "write") == row.writes
-    assert hasattr(module, "claims") == row.ambiguous
+    rows = [other for other in registry.ROWS if other.module == row.module]
+    assert hasattr(module, "claims") == any(other.ambiguous for other in rows)
     assert hasattr(module, "read")
     assert (row.name in dir(safeload)) == row.public
 
@@ -247,9 +248,9 @@ def test_what_exists_stays_unless_it_may_be_overwritten(row, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(FileExistsError):
-        row.load().write(held(row), {}, path, overwrite=False)
+        getattr(row.load(), row.writer)(held(row), {}, path, overwrite=False)
     assert path.read_bytes() == b"old"
-    row.load().write(held(row), {}, path, overwrite=True, durable=False)
+    getattr(row.load(), row.writer)(held(row), {}, path, overwrite=True, durable=False)
     assert safeload.open(path).format == row.name
 
 
@@ -292,7 +293,7 @@ def test_a_failure_halfway_leaves_what_was_there(row, before, tmp_path):
 def test_metadata_of_any_kind_is_kept_or_left_out(row, tmp_path):
     metadata = {"text": "é", "number": 3, 4: [1, 2], "none": None, "object": object(), "nan": float("nan")}
     path = tmp_path / "file"
-    row.load().write(held(row), metadata, path)
+    getattr(row.load(), row.writer)(held(row), metadata, path)
     with safeload.open(path) as opened:
         assert opened.metadata.get("text", "é") == "é"
         assert "object" not in opened.metadata
@@ -334,7 +335,6 @@ def test_a_format_is_where_its_row_says():
         "npy": {
             "core/npy.py",
             "core/registry.py",
-            "core/npz.py",
             "trust/scan.py",
         },  # `scan` parses its header
     }

@@ -11,7 +11,7 @@ import zlib
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import npz, zips
+from builders.inside import npy, zips
 from builders.random import rng
 from builders.thorough import dealt
 
@@ -47,7 +47,7 @@ def same(got, want):
         assert got[name].flags.writeable
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed, lambda path, **a: npz.write(a, None, path)])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed, lambda path, **a: npy.write_archive(a, None, path)])
 def test_every_way_to_read_it(path, save):
     want = arrays()
     save(path, **want)
@@ -72,16 +72,16 @@ def test_stored_members_are_views(path):
 
 def test_numpy_reads_what_is_written(path):
     want = arrays()
-    npz.write(want, None, path)
+    npy.write_archive(want, None, path)
     with np.load(path) as got:
         assert list(got) == list(want)
         for name in want:
             np.testing.assert_array_equal(got[name], want[name])
     first = path.read_bytes()
-    npz.write(want, None, path)
+    npy.write_archive(want, None, path)
     assert path.read_bytes() == first
     with pytest.raises(FileExistsError):
-        npz.write(want, None, path, overwrite=False)
+        npy.write_archive(want, None, path, overwrite=False)
 
 
 def test_big_endian(path):
@@ -158,7 +158,7 @@ def test_arrays_that_are_refused(path, value, fragment):
 )
 def test_what_npz_does_not_have(path, value, fragment):
     with pytest.raises(safeload.UnsupportedError, match=fragment):
-        npz.write({"a": value}, None, path)
+        npy.write_archive({"a": value}, None, path)
     assert not path.exists()
 
 
@@ -395,7 +395,7 @@ def test_an_end_that_is_cut_off(path, content, end):
 def test_names_that_zip_cannot_hold(path, name, fragment):
     path.write_bytes(b"old")
     with pytest.raises(safeload.SafeloadError, match=fragment):
-        npz.write({"fine": np.ones(2), name: np.ones(2)}, None, path)
+        npy.write_archive({"fine": np.ones(2), name: np.ones(2)}, None, path)
     assert path.read_bytes() == b"old"
 
 
@@ -417,14 +417,14 @@ def test_names_that_look_strange(path):
         "x" * 65_531,
     ]
     want = {name: np.full(2, k) for k, name in enumerate(names)}
-    npz.write(want, None, path)
+    npy.write_archive(want, None, path)
     same(safeload.load(path), want)
 
 
 def test_backslashes_stay_where_they_separate_folders(path, monkeypatch):
     monkeypatch.setattr(zipfile.os, "sep", "\\")  # as on Windows
     want = {"a\\b": np.ones(2), "a/b": np.zeros(2)}
-    npz.write(want, None, path)
+    npy.write_archive(want, None, path)
     same(safeload.load(path), want)
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from builders.cuts import killed_at_the_end
-from builders.inside import main, npz, registry
+from builders.inside import main, npy, registry
 from builders.models import moondream
 from builders.paths import DATA
 from builders.random import rng
@@ -186,10 +186,10 @@ def test_every_torch_file_becomes_safetensors(data, tmp_path):
 def test_several_sources_are_merged(tmp_path):
     one_file, two = tmp_path / "1.safetensors", tmp_path / "2.npz"
     save_file({"a": np.ones(3, np.float32)}, one_file, {"x": "1", "y": "1"})
-    npz.write({"b": np.zeros(2)}, None, two)
+    npy.write_archive({"b": np.zeros(2)}, None, two)
     convert([one_file, two], tmp_path / "both.safetensors")
     same(load_file(tmp_path / "both.safetensors"), {"a": np.ones(3, np.float32), "b": np.zeros(2)})
-    npz.write({"a": np.zeros(2)}, None, two)
+    npy.write_archive({"a": np.zeros(2)}, None, two)
     with pytest.raises(safeload.SafeloadError, match=r"tensor 'a' is in both .*1\.safetensors and .*2\.npz"):
         convert([one_file, two], tmp_path / "no.safetensors")
 

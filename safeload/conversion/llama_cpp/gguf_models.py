@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...core import dtypes
-from ...core.files import Location
-from ...core.json_file import read_if_there
-from ...core.runtime import warning
-from ...core.text import error_about, plural, show
+from ...core.files import Location, read_if_there
+from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, diffusion_models, has_marks, original_shape, prefix_of

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import Array
-from ...core.runtime import warning
-from ...core.text import error_about, show
+from ...core.text import error_about, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf
 from ...models.diffusion import ARCHITECTURE

@@ -38,12 +38,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.files import Location
+from ...core.files import MAX_JSON, Location, is_missing, parse_json, read_at, read_data, read_if_there
 from ...core.forking import cached_property
-from ...core.json_file import MAX_JSON, is_missing, parse_json, read_if_there
-from ...core.runtime import needed, read_data, warning
-from ...core.store import read_at
-from ...core.text import encode, plural, show
+from ...core.text import encode, needed, plural, show, warning
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
 from ...formats.onnx import BYTES, FOUR, MAX_VARINT, SIZES, VARINT, varint

@@ -22,7 +22,7 @@ from math import prod
 from typing import Any
 
 from ...core import dtypes
-from ...core.runtime import read_data
+from ...core.files import read_data
 from ...core.text import show
 from ...errors import LimitError, UnsupportedError
 from ..unpickle import FROM_TYPE, Built, Fault, Foreign, Global, Inert, LargeBytes, add_elements, describe, put_items
