@@ -549,7 +549,7 @@ class EngineRules:
         return quantization
 
     def _exceptions(self, quantized: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Preset]:
-        """Return the modules with another format than the usual one."""
+        """Return the modules with an unusual format."""
         return {
             names.get(name, name).removesuffix(_WEIGHT): presets()[scheme]
             for name, scheme in quantized.items()

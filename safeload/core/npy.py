@@ -76,7 +76,7 @@ def claims(candidate: Candidate) -> bool:
 
 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
-    """Read the table of an open file: one tensor, those in a pickle of Python objects, or those of an archive."""
+    """Read the table of an open file: a tensor, or the tensors in a pickle of Python objects or in an archive."""
     file = candidate.file
     if foreign.is_zip(candidate.head):
         return _read_archive(file, candidate.archive)

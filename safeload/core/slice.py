@@ -176,7 +176,7 @@ def _read_dense(file: WeightFile, layout: ArraySpec, axes: Sequence[Any], origin
 
 
 def _run(batch: jobs.Batch, staged: Sequence[tuple[Array, Array, tuple[Any, ...]]]) -> None:
-    """Run reads, and copy the selected elements of those with gaps."""
+    """Run reads, and copy the selected elements of reads with gaps."""
     batch.run()
     for target, memory, selection in staged:
         target[...] = memory[selection]

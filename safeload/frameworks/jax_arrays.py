@@ -206,7 +206,7 @@ def to_numpy(array: Any) -> NumpyArray:
     if array.is_fully_replicated:
         return np.ascontiguousarray(_fetched(array.addressable_data(0)))
     whole = np.empty(array.shape, array.dtype)
-    shards = {str(shard.index): shard for shard in array.addressable_shards}  # one of those with equal values
+    shards = {str(shard.index): shard for shard in array.addressable_shards}  # equal shards once
     for shard in shards.values():
         whole[shard.index] = _fetched(shard.data)
     return whole

@@ -207,7 +207,7 @@ class MlxExperts(NamedTuple):
 
 
 class FamilyFile:
-    """The file of a family; what it inherits is read when needed, because most calls need the tensors of one."""
+    """The file of a family; what it inherits is read when needed, because most calls need no more than its tensors."""
 
     def __init__(self, name: str) -> None:
         self.name = name

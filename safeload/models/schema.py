@@ -61,7 +61,7 @@ MAX_TENSORS = 500_000
 # Experts of a layer; published models have at most 512.
 MAX_EXPERTS = 1 << 16
 
-# Maximum number of architectures of a config to compare; models usually have only one.
+# Maximum number of architectures of a config to compare.
 MAX_LISTED = 100
 
 # A layer number. ``int`` accepts at most 4300 digits.

@@ -93,7 +93,7 @@ def lay_out(
 
 
 def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys of transformers 4, which mlx-lm reads, to those that transformers 5 renamed.
+    """Add the keys of transformers 4, which mlx-lm reads, beside their new names in transformers 5.
 
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """

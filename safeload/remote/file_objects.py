@@ -106,7 +106,7 @@ class FileObjectStore(RemoteStore):
 
 
 class _FileObject:
-    """A file object of the caller, or the copy of one."""
+    """A file object of the caller, or a copy."""
 
     def __init__(self, file: Any) -> None:
         kind = type(file).__name__

@@ -148,7 +148,7 @@ def open_model(url: str, recipe: Recipe, verify: Any) -> Opened:
 
 
 def find(url: str) -> OllamaModel:
-    """Find a model by its name; refuse one without weights, with several, or whose blobs are missing or other."""
+    """Find a model by its name; refuse a model without weights, with several, or whose blobs are missing or other."""
     name = parse(url)
     manifests = ((folder, os.path.join(folder, "manifests", *name)) for folder in folders())
     folder, path = next((pair for pair in manifests if os.path.isfile(pair[1])), ("", ""))

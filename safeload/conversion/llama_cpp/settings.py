@@ -331,7 +331,7 @@ def _shortest(value: float) -> float:
 
 
 def form_of(catalog: Catalog) -> GgufForm:
-    """Return the family of a foreign file: the one that a key of the file chooses, or the usual one."""
+    """Return the family of a foreign file: chosen by a key of the file, or the usual family."""
     architecture = str(catalog.metadata[ARCHITECTURE])
     forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
     chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
