@@ -75,6 +75,7 @@ under_wine() {
 
 # Nothing here runs programs of macOS: they are compiled and linked.
 for_macos() {
+    local FLAGS=("${FLAGS[@]/-O2/-O0}") # Clang warns alike, and takes a third less time
     export ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
     build "python3 -m ziglang cc -target $1-macos" "" python3 -m ziglang cc -target "$1-macos"
 }
