@@ -365,7 +365,7 @@ def test_the_name_of_a_class_without_underscore_is_used_once():
 
 
 def test_results_derive_what_they_show():
-    """From their columns, see core/text.py: few classes write one of these methods by hand."""
+    """From their columns, see core/showing.py: few classes write one of these methods by hand."""
     shown = {"rows", "to_dict", "lines", "__str__", "_repr_html_"}
     by_hand = [
         f"{module_name(path)}: {kind}.{method}"
@@ -373,7 +373,7 @@ def test_results_derive_what_they_show():
         for kind, method in source(path).methods
         if method in shown
     ]
-    assert "core.text: Result.rows" in by_hand
+    assert "core.showing: Result.rows" in by_hand
     assert len(by_hand) <= SHOWN_BY_HAND, by_hand
 
 

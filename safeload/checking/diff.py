@@ -410,7 +410,8 @@ def diff(
         if executor is None:
             rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
         else:
-            pieces = pieces_of({name: 8 * math.prod(shapes[name]) for name in shapes}, *catalogs, operation="diff")
+            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
+            pieces = pieces_of(sizes, *catalogs, operation="diff")
             rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
             rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
         with paused(len(rows)):
@@ -700,8 +701,9 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
         return largest, sums
 
     parts = [*in_order(compare_block, pieces.blocks(NUMBERS), thread_count(16 * total, threads))]
-    number = int if all(integers) else float
-    largest = [number(value) for part, _ in parts for value in part]
+    largest = [value for part, _ in parts for value in part]
+    if all(integers):
+        largest = [int(value) for value in largest]
     sums = np.concatenate([part for _, part in parts])
     if len(sums) > len(shapes):
         largest, sums = _added_up(largest, sums, pieces)

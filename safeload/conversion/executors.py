@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -102,8 +103,8 @@ def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int
     costs, places = [size + _TENSOR_COST for size in sizes], [each.place for each in files]
     limit = max(_SMALLEST, min(_LARGEST, sum(costs) // _PIECES))
     by_place: dict[str, list[int]] = {}
-    for k, number in enumerate(file):
-        by_place.setdefault(places[number], []).append(k)
+    for number, rows in groupby(range(len(file)), file.__getitem__):
+        by_place.setdefault(places[number], []).extend(rows)
     divided: list[list[int]] = []
     used: int | None = None  # of the limit by the last piece, if another file can share it
     for positions in by_place.values():

@@ -70,11 +70,14 @@ class AtomicFile:
         self._position = 0
         try:
             self._begin(size, follow)
+            return
         except OSError as error:
             shown = error.errno is None or error.filename == self.path  # not a temporary or resolved path
-            raise unwritable(
-                error if shown else type(error)(error.errno, error.strerror, self.path), self.path
-            ) from None
+            refusal = unwritable(error if shown else type(error)(error.errno, error.strerror, self.path), self.path)
+        try:
+            raise refusal  # not in the handler: its context could name the secrets of a URL
+        finally:
+            del refusal  # which refers to this frame
 
     def _begin(self, size: int, follow: bool) -> None:
         try:

@@ -546,8 +546,8 @@ def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
         groups.setdefault((_swap(spec), sharing.get(place, [place])[0]), {})[k] = spec
     plain, blocks = [], []
     for specs in groups.values():
-        (k, spec), *others = specs.items()
-        if not others and spec.strides is None and not spec.big_endian:
+        (k, spec), *rest = specs.items()
+        if not rest and spec.strides is None and not spec.big_endian:
             plain.append(k)
         else:
             blocks.append(Block(plan.file, {plan.names[k]: spec for k, spec in specs.items()}, batch))

@@ -245,13 +245,11 @@ def check_size(expected: ExpectedFile, size: int, *, path: str, source: str) -> 
         raise refused(f"the file has {size:,} bytes, but {stated:,} in {source}", path)
 
 
-def _raise(shown: str, error: Exception) -> NoReturn:
-    raise error
-
-
-def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _raise) -> Iterator[tuple[str, str]]:
+def walk(
+    root: str, files: Files, failed: Callable[[str, Exception], object] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the relative name and the path of each file below a folder, hidden files too if they are local."""
-    # `failed` gets each folder that cannot be listed, or is too deep, and the error.
+    # `failed` gets each folder that cannot be listed, or is too deep, and the error; None raises the error.
     visited: set[tuple[int, int]] = set()
     waiting = [("", root, 0)]
     while waiting:
@@ -266,12 +264,16 @@ def walk(root: str, files: Files, failed: Callable[[str, Exception], object] = _
             else:
                 listing = files.listing(folder)
         except (OSError, SafeloadError) as error:
+            if failed is None:
+                raise
             failed(files.shown(folder), error)
             continue
         folders = [name for name, is_folder in listing if is_folder]
         if folders and level >= _LEVELS:
-            path = files.shown(folder)
-            failed(path, LimitError(f"folders are nested more than {_LEVELS} levels deep", path=path))
+            path, message = files.shown(folder), f"folders are nested more than {_LEVELS} levels deep"
+            if failed is None:
+                raise LimitError(message, path=path)
+            failed(path, LimitError(message, path=path))
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
