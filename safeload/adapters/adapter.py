@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count, permutations, product, takewhile
+from itertools import count, permutations, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -441,8 +441,8 @@ class Apart(NamedTuple):
 
     def tensors(self) -> Iterator[tuple[str, int, int]]:
         """Yield each stored tensor with its expert and its first row in the expert's matrix."""
-        for expert, (k, layer) in product(range(self.experts), enumerate(self.layers)):
-            yield f"{self.outer}.{expert}.{layer}.weight", expert, k * self.rows
+        for expert in range(self.experts):  # without `product`, which would store all numbers that a plan names
+            yield from ((f"{self.outer}.{expert}.{n}.weight", expert, k * self.rows) for k, n in enumerate(self.layers))
 
 
 class Base:

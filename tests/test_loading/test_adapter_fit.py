@@ -319,6 +319,18 @@ def test_a_piece_with_the_stack_of_another_model(tmp_path):
     assert caught.value.tensor == stored
 
 
+def test_a_piece_with_more_experts_than_fit_in_memory(tmp_path):
+    """The experts are not counted before the first is looked at."""
+    adapter = experts_of(tmp_path / "lora", [(14, 7)], target_parameters=["experts.down_proj"])
+    experts = {f"m.experts.{k}.down_proj.weight": np.zeros((14, 7), np.float32) for k in range(3)}
+    save_file(experts, tmp_path / "b.safetensors", durable=False)
+    piece = safeload.plan_convert(tmp_path / "b.safetensors", tmp_path / "out", adapters=adapter).pieces[0]
+    (stack,) = piece["adapters"][0]["apart"].values()
+    stack[0] = 1 << 60
+    with pytest.raises(safeload.FormatError, match=f"a multiple of {1 << 60} rows"):
+        safeload.run_piece(signed(piece))
+
+
 def test_square_experts_of_a_model_that_is_known(tmp_path):
     adapter = experts_of(tmp_path / "lora", [(7, 7)], target_parameters=["experts.down"])
     base = model_of(tmp_path / "base", {"m.experts.down": (3, 7, 7)}, "gpt_oss")
