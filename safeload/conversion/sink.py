@@ -257,7 +257,10 @@ class Sink:
             single = [(name, None) for name in {SINGLE} & {*outdated, *shards, *taken}]
             steps = [*hides, (INDEX, block.temporary), *single, *steps]
         shards_before = [self.shown(name) for name in outdated if name == SINGLE or NUMBERED.fullmatch(name)]
-        like = next(map(os.stat, filter(os.path.exists, shards_before)), None)
+        like: os.stat_result | None = None
+        for path in shards_before:
+            with suppress(OSError):  # another program may remove it
+                like = like or os.stat(path)
         with Swap() as swap:
             for name, source in steps:
                 target, waits = self.shown(name), name in taken
