@@ -38,7 +38,7 @@ _MODULE_OF = {
         "core.quantized_tensor": "QuantizedTensor",
         "core.load": "LoadStats",
         "core.cast": "astype",
-        "core.showing": "show_config",
+        "core.memory": "show_config",
         "errors": "ForbiddenError FormatError LimitError RangeError RemoteError RemotePermissionError "
         "RemoteTimeoutError SafeloadError SafetensorError TensorNotFoundError UnsupportedError VerificationError",
         "models.layout": "Layout StackedTensor",

@@ -65,11 +65,11 @@ from .core.checkpoint import TensorSlice as TensorSlice
 from .core.checkpoint import load as load
 from .core.checkpoint import open as open
 from .core.load import LoadStats as LoadStats
+from .core.memory import show_config as show_config
 from .core.names import flatten as flatten
 from .core.names import nest as nest
 from .core.opening import Signature as Signature
 from .core.quantized_tensor import QuantizedTensor as QuantizedTensor
-from .core.showing import show_config as show_config
 from .core.stream import LayerStream as LayerStream
 from .core.stream import TensorStream as TensorStream
 from .core.table import TensorInfo as TensorInfo

@@ -29,11 +29,10 @@ from ..core.memory import check_threads
 from ..core.names import Patterns, Selection
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
-from ..core.reading import source_pieces
 from ..core.registry import BY_NAME, GGUF
 from ..core.runtime import paused
 from ..core.showing import figure
-from ..core.source import Source
+from ..core.source import Source, source_pieces
 from ..core.table import Unknown
 from ..core.tensors import packed_of
 from ..core.text import PathLike, debug, os_error, plural, show
@@ -339,7 +338,8 @@ def _validate_tensors(report: CheckReport, catalog: Catalog, options: CheckSetti
     selected = frozenset(options.selection.of(list(catalog)))
     _check_tensors(report, catalog, selected, options)
     report.seconds = time.perf_counter() - started
-    report.leave_out(frozenset(catalog) - selected)
+    if options.selection:
+        report.leave_out(frozenset(catalog) - selected)
     return report
 
 
@@ -566,7 +566,9 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
         return
     for limit, factor, origin in ((limits.scale, 1.0, ""), (limits.absmax, 1 / 127, " (absmax / 127)")):
         number: Any = limit.get(name) if isinstance(limit, Mapping) else limit
-        expected = math.nan if number is None else float(number) * factor  # no scale is off from NaN
+        if number is None:
+            continue
+        expected = float(number) * factor
         off = np.abs(scales - expected) > _SCALE_TOLERANCE * abs(expected)
         if off.any():
             scale = scales[int(off.argmax())]

@@ -24,8 +24,8 @@ from ..conversion.catalog import Catalog
 from ..core.files import Files, LocalStore, Location, keeping_position, read_json
 from ..core.foreign import is_zip
 from ..core.memory import thread_count
-from ..core.reading import PIECE, file_pieces
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
+from ..core.source import PIECE, file_pieces
 from ..core.text import clip, dangling, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import WeightFile, open_without_table

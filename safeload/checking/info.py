@@ -583,7 +583,7 @@ def lines(
     with paused(len(first)):
         header = ("module", "dtype", "shape", "parameters", "size") if tree else ("tensor", "dtype", "shape", "size")
         cells = [
-            (printable(row.name), row.dtype, _shape(row), *[f"{row.parameters:,}"] * tree, size(row.nbytes))
+            (printable(row.name), row.dtype, _shape(row), *((f"{row.parameters:,}",) if tree else ()), size(row.nbytes))
             for row in first
         ]
         table_lines = _table(header, cells, 3, columns)

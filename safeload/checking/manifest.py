@@ -29,7 +29,7 @@ from ..core.memory import check_threads, thread_count
 from ..core.packing import Grid, Packing, Zeros
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.reading import file_pieces, source_pieces
+from ..core.source import file_pieces, source_pieces
 from ..core.tensors import packed_of
 from ..core.text import PathLike, debug, native_path, plural, show
 from ..core.thread_group import in_order

@@ -158,7 +158,7 @@ def lines_of(
         low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
         counts = [f"{count:,}" if count else "" for count in ((s.zeros, s.nan, s.inf) if wide else (s.nan + s.inf,))]
         kind = (s.dtype, str(list(s.shape))) if wide else ()
-        cells.append((printable(name), *kind, low, high, *[_number(s.absmax)] * wide, mean, std, *counts))
+        cells.append((printable(name), *kind, low, high, *((_number(s.absmax),) if wide else ()), mean, std, *counts))
     right = frozenset(range(3 if wide else 1, len(cells[0])))
     head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
     result = [(head, "head")]

@@ -198,9 +198,8 @@ def _planned(
     with paused(len(catalog)):
         outputs = decide.prepare(stack, catalog, request)
         shards = outputs.divided(request.limit)
-        stored = weight_map(
-            {file: shard.stored for file, shard in shards.items()}
-        )  # refuses two tensors with the same name
+        # Refuses two tensors with the same name.
+        stored = weight_map({file: shard.stored for file, shard in shards.items()})
         pieces = _pieces(outputs, shards, request, plain)
         plan_id = digest_of([__version__, plain, [piece["id"] for piece in pieces]])
         for piece in pieces:

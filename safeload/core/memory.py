@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from .._version import __version__
 from ..errors import SafeloadError, UnsupportedError
 from .arrays import Array, array_over
-from .native import address_of, private_buffer
+from .native import TIER, address_of, available_tiers, ffi, lib, private_buffer, tier_name
 from .text import show
 
 _Item = TypeVar("_Item")
@@ -162,3 +163,32 @@ def thread_count(nbytes: int, threads: int | None, *, direct: bool = False) -> i
     if not setting.isdecimal() or not (len(setting) < 10 and 1 <= int(setting) <= MOST_THREADS):
         raise ValueError(f"SAFELOAD_NUM_THREADS must be a number from 1 to {MOST_THREADS:,}, got {show(setting)}")
     return int(setting)
+
+
+def show_config() -> None:
+    """Print versions, the instruction set in use, the number of threads and the compiler.
+
+    Example:
+        >>> import safeload
+        >>> safeload.show_config()
+        safeload         ...
+        python           CPython ...
+        numpy            ...
+        instruction set  ...
+        threads          ...
+        compiler         ...
+    """
+    import platform  # only here: few programs ask
+
+    alternatives = ", ".join(tier_name(tier) for tier in available_tiers() if tier != TIER)
+    instructions = f"{tier_name(TIER)} (SAFELOAD_ISA can be {alternatives})" if alternatives else tier_name(TIER)
+    rows = {
+        "safeload": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}, {platform.machine()}",
+        "numpy": np.__version__,
+        "instruction set": instructions,
+        "threads": f"{available_cpus()} at most (SAFELOAD_NUM_THREADS)",
+        "compiler": str(ffi.string(lib.sl_compiler()), "utf-8"),
+    }
+    for name, value in rows.items():
+        print(f"{name:16} {value}")

@@ -15,7 +15,6 @@ from importlib import import_module
 from threading import RLock
 from typing import Any, TypeAlias
 
-from .showing import width
 from .text import is_terminal, size
 
 Report = Callable[[int, int], object]
@@ -48,6 +47,7 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
         with _text(label, animated, leave) as report:
             yield report
         return
+    from .showing import width  # only here: most loads draw nothing
 
     drawn: Any = None
 

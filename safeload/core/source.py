@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from . import dtypes, jobs, restore
 from .arrays import Array, as_array
 from .cast import astype
-from .jobs import Channels, Job, JobGrid, Origin, moving
+from .jobs import WINDOW, Batch, Channels, Job, JobGrid, Origin, moving
 from .native import address_of
 from .packing import CODES, Packed
 from .text import subject
@@ -115,3 +116,28 @@ def memory_of(source: Source) -> Array:
     """Return the bytes of a source in memory."""
     array: Array = np.asarray(source.owner)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+# ---- bytes in pieces: on several threads, in bounded memory, without mappings ----
+
+# Bytes that each thread reads at a time: enough to amortize a read, and little compared with the memory of any machine.
+PIECE = 4 << 20
+
+
+def file_pieces(file: WeightFile, begin: int, end: int, buffer: Array | None = None) -> Iterator[memoryview]:
+    """Yield the bytes [begin, end) of a file in pieces. Each piece overwrites the piece before."""
+    step = WINDOW if file.remote else PIECE
+    memory = np.empty(min(step, max(1, end - begin)), np.uint8) if buffer is None or file.remote else buffer
+    for at in range(begin, end, step):
+        size = min(step, end - at)
+        Batch([Job(file, at, address_of(memory), size)]).run(threads=1)
+        yield memory[:size].data
+
+
+def source_pieces(source: Source) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in pieces. Each piece overwrites the piece before."""
+    if source.file is not None:
+        yield from file_pieces(source.file, source.offset, source.offset + source.size)
+    elif source.size:
+        raw = memory_of(source)
+        yield from (raw[at : at + PIECE].data for at in range(0, raw.size, PIECE))

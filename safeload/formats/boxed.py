@@ -143,7 +143,8 @@ def checked(
     if len(distinct) > 1:
         begins, lengths = (np.array(column, np.int64) for column in zip(*distinct, strict=True))
         text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-        if (clash := _overlapping(begins, begins + lengths, partial(error, LimitError, text))) is not None:
+        clash = _overlapping(begins, begins + lengths, partial(error, LimitError, text))
+        if clash is not None:
             (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
             raise error(FormatError, text)

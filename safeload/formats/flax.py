@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from ..core.arrays import array_fits
-from ..core.reading import ByteReader
 from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, show
+from ..core.weight_file import ByteReader
 from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces
 

@@ -592,7 +592,8 @@ def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: 
     missing = []
     if not isinstance(values.get(ARCHITECTURE), str):
         missing.append(f"the metadata has no {ARCHITECTURE}")
-    if (foreign := next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)) is not None:
+    foreign = next((name for name in tensors if re.search(_HUGGING_FACE_NAME, name)), None)
+    if foreign is not None:
         missing.append(f"{clip(printable(foreign), 80)} is a Hugging Face name, not a llama.cpp name")
     if tensors and missing and model_of(values) is None:
         warning(
@@ -615,6 +616,7 @@ def values_of(metadata: Mapping[Any, Any]) -> dict[str, Any]:
 def _can_hold(value: Any) -> bool:
     """Return True if GGUF has a type for a metadata value."""
     try:
-        return bool(_pack(value))
+        _pack(value)
     except (TypeError, SafeloadError):
         return False
+    return True

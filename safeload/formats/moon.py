@@ -20,10 +20,10 @@ from ..core import dtypes
 from ..core.arrays import Array, array_fits, check_mapping
 from ..core.atomic_file import AtomicFile, pieces_of, write_pieces
 from ..core.npy import plain_array
-from ..core.reading import ByteReader
 from ..core.registry import Candidate, Content, OpenRequest, StoredTensor
 from ..core.tensors import Lazy
 from ..core.text import PathLike, encode, error_about, show
+from ..core.weight_file import ByteReader
 from ..errors import LimitError, SafeloadError, UnsupportedError
 
 MAGIC = 0x4D4F4F4E

@@ -50,11 +50,10 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array, array_fits
-from ..core.reading import ByteReader
 from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest, place_beside
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, plural, show
-from ..core.weight_file import WeightFile, open_without_table
+from ..core.weight_file import ByteReader, WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
 

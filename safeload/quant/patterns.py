@@ -207,8 +207,12 @@ class Globs:
     def first(self, name: str) -> str | None:
         """Return the first matching name or glob, or None."""
         exact = self._names.get(name)
-        globs = (text for number, text, glob in self._globs if (exact is None or number < exact) and glob.match(name))
-        return next(globs, None if exact is None else name)
+        for number, text, glob in self._globs:
+            if exact is not None and exact < number:
+                break
+            if glob.match(name):
+                return text
+        return None if exact is None else name
 
 
 def _check_length(text: str, key: str) -> None:

@@ -143,8 +143,9 @@ class CachedRepository:
     def is_complete(self, commit: str) -> bool:
         """Return whether the weights at the top of a snapshot and their configuration seem complete, without a tree."""
         names = {name for name in self.files(commit) if "/" not in name}
-        blobs = folder_names(os.path.join(self.path, "blobs"), [])
-        if not names.intersection(_CONFIGS) or any(name.endswith(".incomplete") for name in blobs):
+        if not names.intersection(_CONFIGS):
+            return False
+        if any(name.endswith(".incomplete") for name in folder_names(os.path.join(self.path, "blobs"), [])):
             return False
         indexes = [name for name in names if ".index." in name and name.endswith(".json")]
         for index in indexes:

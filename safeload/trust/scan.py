@@ -917,7 +917,9 @@ def _parse(content: Readable, begin: int, key: int) -> tuple[int, list[str], lis
             continue
         data = content.read_at(begin, size)
         end = _NOT_TEXT.search(data)
-        try:  # Latin-1, so that characters are bytes; what a text that was cut off has named comes again
+        code.clear()  # of a shorter text, which was cut off
+        names.clear()
+        try:  # Latin-1, so that characters are bytes
             _, last = decoder.raw_decode(data[: end.start() if end else None].decode("latin-1"))
         except (ValueError, RecursionError):
             if end is not None or len(data) < size:
