@@ -343,7 +343,7 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
         sizes = [_number(metadata, f"{name}.{key}") for key in keys]
         dtype = None
     else:
-        from ..models.choosing import LANGUAGE  # imported here: most files have no config.json
+        from ..models.schema import LANGUAGE  # imported here: most files have no config.json
 
         inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
         both = {**inner, **config}

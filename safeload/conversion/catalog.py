@@ -536,12 +536,78 @@ class TensorView(NamedTuple):
         return part[self.rows]
 
 
+class Arrangement(NamedTuple):
+    """How a tensor holds the values of another one: rows and columns in another order, or computed values."""
+
+    rows: Array | None = None  # the row of the other tensor for each row; None for the same rows
+    columns: Array | None = None  # likewise
+    shape: tuple[int, ...] | None = None  # of these, before axes are swapped; None for that of the other tensor
+    transposed: bool = False  # the last two axes are swapped
+    function: str | None = None  # a key of `_FUNCTIONS`: what is computed of each value
+    shift: float = 0.0  # then added to each value in float32
+    inverse: bool = False  # this tensor becomes a part of the other one
+
+    @property
+    def computes(self) -> bool:
+        """True if values change."""
+        return self.function is not None or self.shift != 0
+
+    def fill(self, out: Array, array: Array, row: dtypes.Dtype, threads: int | None) -> None:
+        """Fill ``out`` with the values of ``array``, which are float32 if they change."""
+        if self.inverse:
+            result: Array = array.swapaxes(-1, -2) if self.transposed else array
+            counts = [len(each) for each in (self.rows, self.columns) if each is not None]
+            result = self._computed(result.reshape(*counts, *out.shape[len(counts) :]), row, threads)
+            out[self._places(out)] = result
+            return
+        if self.rows is not None and self.columns is None and not (self.computes or self.transposed):
+            flat: Array = out.reshape(len(self.rows), *array.shape[1:])
+            np.take(array, self.rows, 0, out=flat, mode="clip")  # without this mode NumPy fills a copy first
+            return
+        result = array[self._places(array)]
+        result = result.reshape(self.shape or result.shape)
+        result = self._computed(result.swapaxes(-1, -2) if self.transposed else result, row, threads)
+        out[...] = result.reshape(out.shape)
+
+    def _places(self, array: Array) -> Any:
+        if self.columns is None:
+            return slice(None) if self.rows is None else self.rows
+        return np.ix_(np.arange(array.shape[0]) if self.rows is None else self.rows, self.columns)
+
+    def _computed(self, array: Array, row: dtypes.Dtype, threads: int | None) -> Array:
+        if not self.computes:
+            return array
+        if self.function is not None and not self.inverse:
+            array = _FUNCTIONS[self.function][0](array)
+        array = array + np.float32(self.shift)
+        if self.function is not None and self.inverse:
+            array = _FUNCTIONS[self.function][1](array)
+        return astype(np.ascontiguousarray(array), row.name, threads=threads)
+
+
+def _negative_exp(array: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return -np.exp(array.astype(np.float64)).astype(np.float32)
+
+
+def _log_of_negative(array: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log(-array.astype(np.float64)).astype(np.float32)
+
+
+# Functions of values, with their inverse; computed in float64 and rounded once.
+_FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+    "negative_exp": (_negative_exp, _log_of_negative)
+}
+
+
 class Move(NamedTuple):
     """A part of a source that becomes a part of the result."""
 
     source: str
     read: TensorView = TensorView()
     written: TensorView = TensorView()
+    arrangement: Arrangement | None = None  # of the whole source; None for its values in their order
 
 
 class TensorRecipe(NamedTuple):
@@ -549,9 +615,6 @@ class TensorRecipe(NamedTuple):
 
     shape: tuple[int, ...]
     moves: tuple[Move, ...]
-    heads: int = 0  # heads of the rows that change places; 0 if rows stay
-    inverse: bool = False  # the rows go back
-    shift: float = 0.0  # added to each element in float32
     dtype: str | None = None  # code of the dtype; None for that of the sources
     constant: Array | None = None  # float32 values of a tensor without sources
 
@@ -561,9 +624,14 @@ class TensorRecipe(NamedTuple):
         return (move.source for move in self.moves)
 
     @property
+    def computes(self) -> bool:
+        """True if values change."""
+        return any(move.arrangement is not None and move.arrangement.computes for move in self.moves)
+
+    @property
     def renamed(self) -> str | None:
         """The source if the tensor is unchanged except for its name."""
-        if len(self.moves) != 1 or self.heads or self.shift or self.moves[0][1:] != (TensorView(), TensorView()):
+        if len(self.moves) != 1 or self.moves[0][1:] != (TensorView(), TensorView(), None):
             return None
         return self.moves[0].source
 
@@ -573,19 +641,10 @@ class TensorRecipe(NamedTuple):
         by_item: dict[int, list[Move]] = {}
         for move in self.moves:
             item = move.written.item
-            if item is None or self.heads or (move.read.item is None and move.read != TensorView()):
+            if item is None or move.arrangement or (move.read.item is None and move.read != TensorView()):
                 return (self,)
             by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
-
-    def arranged(self, array: Array) -> Array:
-        """Return the array with its rows in the order of the result."""
-        if not self.heads:
-            return array
-        rows, half = array.shape[0], array.shape[0] // self.heads // 2
-        inner = (self.heads, half, 2) if self.inverse else (self.heads, 2, half)
-        swapped: Array = array.reshape(*inner, -1).swapaxes(1, 2).reshape(rows, *array.shape[1:])
-        return swapped
 
 
 class RestructuredCatalog(Catalog):
@@ -633,7 +692,7 @@ class RestructuredCatalog(Catalog):
             about = sources[0]._replace(name=name)
         else:
             rows = {self._row(name, source) for source in sources}
-            row = rows.pop() if len(rows) == 1 and not recipe.shift and name not in self.kept_f32 else _F32
+            row = rows.pop() if len(rows) == 1 and not recipe.computes and name not in self.kept_f32 else _F32
             row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
         # Dequantized values are not rounded before they are quantized again.
@@ -700,17 +759,17 @@ class RestructuredCatalog(Catalog):
             out[...] = astype(recipe.constant, row.name)
         for move in recipe.moves:
             target = move.written.of(out)
-            unchanged = move.read == TensorView() and not recipe.heads and not recipe.shift
-            if unchanged and target.flags.c_contiguous:
+            arrangement = move.arrangement
+            if move.read == TensorView() and arrangement is None and target.flags.c_contiguous:
                 stored: Array = target.reshape(self.base.about(move.source).shape)
                 self.base.read_into(move.source, row, stored, threads)
                 continue
-            work = _F32 if recipe.shift else row
+            work = _F32 if arrangement is not None and arrangement.computes else row
             array = self._item(move.source, move.read.item, work, threads)
-            array = recipe.arranged(move.read._replace(item=None).of(array))
-            if recipe.shift:
-                array = astype(array + np.float32(recipe.shift), row.name, threads=threads)
-            target[...] = array
+            if arrangement is not None:
+                arrangement.fill(target, array, row, threads)
+            else:
+                target[...] = move.read._replace(item=None).of(array)
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""

@@ -30,7 +30,7 @@ from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ..models.choosing import choose
 from ..models.diffusion import ARCHITECTURE, is_rearranged, model_of, with_renamed_shapes
-from ..models.family import changed_by_mlx, engine_model_types, gguf_forms
+from ..models.family import changed_by_mlx, engine_model_types, gguf_form
 from ..models.layout import Layout
 from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import finder
@@ -57,7 +57,6 @@ from .rules import (
 )
 from .sink import Sink
 
-_EMBEDDING = "embed_tokens.weight"
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
 # Options that need ``quantize``.
@@ -241,8 +240,6 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
     alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
     if not alone or catalog.format == "gguf":
         return catalog
-    from .llama_cpp.gguf_models import source_of  # only here: most results need no model
-
     file = catalog.weight_files[0]
     parent = file.files.split(file.place)[0]
     try:
@@ -253,7 +250,8 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
             known = config.get("model_type") in engine_model_types()
             supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
         else:
-            supported = source_of(config) in gguf_forms() and any(name.endswith(_EMBEDDING) for name in catalog)
+            form = gguf_form(config)[1]
+            supported = form is not None and any(name.endswith(form.embedding) for name in catalog)
         if not supported:  # by the engine, or the tensors cannot be those of such a model
             return catalog
         place: Any = Location(file.files, parent) if file.files.remote else os.path.dirname(file.path) or os.curdir
@@ -434,11 +432,11 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
     # Only here: most results need no architecture.
-    from .llama_cpp.gguf_models import from_comfyui, from_llama_cpp, recognized, source_of, to_comfyui, to_llama_cpp
+    from .llama_cpp.gguf_models import from_comfyui, from_llama_cpp, recognized, to_comfyui, to_llama_cpp
 
     if restored and model_of(catalog.metadata) is not None:
         return from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
-    unnamed = not restored and source_of(catalog.config) is None
+    unnamed = not restored and gguf_form(catalog.config)[0] is None
     diffusion = recognized(catalog) if unnamed else None
     if unnamed and diffusion is None:
         return catalog

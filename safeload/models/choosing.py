@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from .family import FamilyFile, with_schema
-from .schema import PREFIX, Schema, SchemaEntry, listed_in
+from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
 # Maximum length of a class name, because matching takes quadratic time.
 _CLASS_LENGTH = 200
-# Keys of the language model in the config of a multi-modal model, which are tried before other keys.
-LANGUAGE = ("text_config", "llm_config", "language_config")
 # A nested object with any of these keys is the config of a model.
 _WIDTHS = ("hidden_size", "dim", "encoder_args")
 # Number of levels of a config to search for nested configs.

@@ -18,14 +18,25 @@ A file is named after its family, and says of it what is needed to check, conver
 
 The fields of ``gguf``:
 
+- ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower.
+- ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
+  is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
+  llama.cpp, with the reason.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
-  is written; the keys of ``config`` that hold the value, in order of preference; a ``default``; and ``optional``.
+  is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
+  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
+  with ``each_layer``, the number of layers, it is an array. ``when``: an expression, 0 for a key that is not written.
+  ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is filled up with zeros.
+  Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
   have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
+  ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
+  ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
+  Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
@@ -50,7 +61,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import Schema
+from .schema import Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -61,7 +72,8 @@ _Content = Mapping[str, Any]
 
 # What messages call the metadata.
 METADATA = "metadata"
-U32, F32, BOOL, TEXT, TEXTS, NUMBERS = "u32", "f32", "bool", "string", "array of strings", "array of numbers"
+U32, F32, BOOL, TEXT = "u32", "f32", "bool", "string"
+TEXTS, NUMBERS, BOOLS = "array of strings", "array of numbers", "array of bools"
 
 # Keys for the names and shapes of all tensors.
 SIZES = ("block_count", "embedding_length", "attention.head_count")
@@ -98,21 +110,41 @@ class GgufKey(NamedTuple):
     """A metadata key."""
 
     types: tuple[str, ...]
-    config: tuple[str, ...] = ()
+    config: tuple[str, ...] = ()  # keys of the config, ``a.b`` for b in the object a
     default: Any = None
     optional: bool = False
+    value: str | None = None  # an expression over the config in place of ``config``
+    each_layer: str | None = None  # expression of the number of layers: the key is an array of the value for each
+    when: str | None = None  # an expression; the key is not written if it is 0
+    values: Mapping[str, Any] = MappingProxyType({})  # what is written for each text of the config
+    times: float = 1.0  # factor of a number
+    size: int = 0  # items of a list, filled up with zeros
 
 
 class GgufLayout(NamedTuple):
     """How a tensor of llama.cpp holds the values of a published tensor."""
 
     heads: tuple[str, ...] = ()  # keys of the number of heads: the rows of each half of a head alternate
+    rows: tuple[Mapping[str, Any], ...] = ()  # pieces of rows, the fields of `Piece`, in the order of llama.cpp
+    columns: tuple[Mapping[str, Any], ...] = ()  # likewise
+    items: str | None = None  # expression of the number of matrices that the rows are
+    shape: tuple[str, ...] | None = None  # expressions; None for that of the source
+    function: str | None = None  # "negative_exp": -exp(x), of each value
     add: float = 0.0  # to each value
     stack: bool = False  # the published tensor is one of the experts
     part: tuple[int, int] | None = None  # number of the part of the rows of each expert, and of the parts
     interleaved: bool = False  # rows of the parts alternate
     transposed: bool = False  # the published matrix of each expert is transposed
     row: bool = False  # the published tensor has an axis of size 1 more
+
+    @property
+    def rearranges(self) -> bool:
+        """True if the shape of the published tensor does not follow from that of llama.cpp's."""
+        return bool(self.rows or self.columns or self.items or self.shape or self.transposed)
+
+    def of_experts(self, name: str) -> bool:
+        """Return True if the published tensor has the matrices of all experts, in parts or transposed."""
+        return self.part is not None or (self.transposed and "_exps." in name)
 
 
 class GgufRope(NamedTuple):
@@ -121,16 +153,24 @@ class GgufRope(NamedTuple):
     types: tuple[str, ...]
     base: float = USUAL_BASE  # of a config without a base
     unless: float | None = None  # the base that is not written
-    dimensions: str | None = None  # number of rotated elements to write: "head" for all of a head, "partial"
+    # Number of rotated elements to write: "head" for all of a head, "partial", "keys" for that in the family's keys.
+    dimensions: str | None = None
+    parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
 
 
 class GgufForm:
     """How llama.cpp has a family."""
 
-    def __init__(self, family: Mapping[str, Any], class_name: str, model_type: str) -> None:
+    def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
+        self._family = family
         self._content = content = family["gguf"]
-        self.class_name, self.model_type = class_name, model_type  # of transformers
+        self.class_name, self.model_type = class_name, model_types[0]  # of transformers
+        self.model_types = model_types
+        self.classes: tuple[str, ...] = content.get("classes", ())
+        self.renames: Mapping[str, tuple[str, str]] = content.get("renames", {})
+        self.left_out: Mapping[str, str] = content.get("left_out", {})
+        self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
@@ -146,6 +186,27 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
+
+    @property
+    def embedding(self) -> str:
+        """The end of the published name of the embedding."""
+        name: str = next(iter(self.layouts["token_embd.weight"]))
+        return ".".join(name.split(".")[-2:])
+
+    def published_name(self, name: str) -> str:
+        """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
+        usual, *more = self._family.get("prefixes", ("",))
+        if without_numbers(name)[0] not in self.targets:
+            for prefix in more:
+                usual_name: str = usual + name.removeprefix(prefix)
+                if name.startswith(prefix) and without_numbers(usual_name)[0] in self.targets:
+                    return usual_name
+        return name
+
+    @cached_property
+    def published(self) -> Schema:
+        """The published tensors."""
+        return Schema.of(self.model_type, self._family)
 
     @cached_property
     def schema(self) -> Schema:
@@ -233,7 +294,7 @@ class FamilyFile:
     @cached_property
     def gguf(self) -> GgufForm:
         """The tensors and keys in llama.cpp, if it has the family."""
-        return GgufForm(_merged(self.name), self.architectures[0], self.model_types[0])
+        return GgufForm(_merged(self.name), self.architectures[0], self.model_types)
 
 
 @cache
@@ -324,8 +385,32 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
-    """Return the families that llama.cpp has, by class."""
+    """Return the families that llama.cpp has, by the class that stands for each."""
     return {family.architectures[0]: family.gguf for family in family_files().values() if family.in_gguf}
+
+
+@cache
+def _forms_by_class() -> dict[str, GgufForm]:
+    return {**{name: form for form in gguf_forms().values() for name in form.classes}, **gguf_forms()}
+
+
+def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | None]:
+    """Return the class that a config names, that of its language model first, and the family of this class.
+
+    A class is None if the config names none; its family is None if llama.cpp has none.
+    """
+    if config is None:
+        return None, None
+    known, inner = _forms_by_class(), language_of(config)
+    named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
+    for name in named:
+        if name in known:
+            return name, known[name]
+    model_type = inner.get("model_type")
+    if named or not isinstance(model_type, str):
+        return (named[-1] if named else None), None
+    form = next((form for form in gguf_forms().values() if model_type in form.model_types), None)
+    return (f"model_type {show(model_type)}", None) if form is None else (form.class_name, form)
 
 
 @cache

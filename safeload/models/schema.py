@@ -30,6 +30,7 @@ Expressions give integers, and have:
 - ``item(key, 1)``: item 1 of a list; a single number stands for every item;
 - ``contains(key, 3)``: 1 if a list contains the number;
 - ``starts(key, gated)``: 1 if a string starts with the word;
+- ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word;
 - ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
 
 The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
@@ -63,6 +64,9 @@ MAX_EXPERTS = 1 << 16
 
 # Maximum number of architectures of a config to compare.
 MAX_LISTED = 100
+
+# Keys of the language model in the config of a multi-modal model, which are tried before other keys.
+LANGUAGE = ("text_config", "llm_config", "language_config")
 
 # A layer number. ``int`` accepts at most 4300 digits.
 NUMBER = "0|[1-9][0-9]{0,4299}"
@@ -119,6 +123,12 @@ def listed_in(config: Mapping[str, Any] | None) -> list[Any]:
     """Return the architectures that a config lists, as many as are compared."""
     listed = (config or {}).get("architectures")
     return listed[:MAX_LISTED] if isinstance(listed, list) else []
+
+
+def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model of a multi-modal model, over the keys of the whole model."""
+    inner = next((value for key in LANGUAGE if isinstance(value := config.get(key), Mapping)), None)
+    return config if inner is None else {**config, **inner}
 
 
 class Config:
@@ -187,7 +197,7 @@ class Config:
     def _function(self, node: Any, layer: int | None) -> int:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
-        other: Any = argument.id if function == "starts" else self._run(argument, layer)
+        other: Any = _word(argument) if function == "starts" else self._run(argument, layer)
         listed, result, expected = isinstance(value, (list, tuple)), None, "a number"
         if value is None and function not in ("item", "times"):
             return int(other) if function == "len" else 0
@@ -200,6 +210,10 @@ class Config:
         elif function == "contains":
             result = other in value if listed and len(value) <= _ITEMS else None
             expected = f"a list of at most {_ITEMS} items"
+        elif function == "kind":
+            listed = listed or isinstance(value, str)
+            result = value[other] == _word(node.args[2]) if listed and 0 <= other < len(value) else None
+            expected = f"a list or a string with item {other}"
         elif function == "starts":
             result, expected = value.startswith(other) if isinstance(value, str) else None, "a string"
         elif isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
@@ -208,6 +222,10 @@ class Config:
         if result is None:
             raise _NoValueError(f"{show(key)} in the config is {show(value)}, expected {expected}")
         return int(result)
+
+
+def _word(node: Any) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else _name(node)
 
 
 def _name(node: Any) -> str:

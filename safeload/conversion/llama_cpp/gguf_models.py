@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
@@ -17,13 +18,22 @@ from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, diffusion_models, has_marks, original_shape, prefix_of
-from ...models.family import PLACE, GgufForm, GgufLayout, gguf_architectures, gguf_forms, is_kept_f32, without_numbers
+from ...models.family import (
+    PLACE,
+    GgufForm,
+    GgufLayout,
+    gguf_architectures,
+    gguf_form,
+    gguf_forms,
+    is_kept_f32,
+    without_numbers,
+)
 from ...models.module_names import stored_names
-from ...models.schema import MAX_EXPERTS
+from ...models.schema import MAX_EXPERTS, language_of
 from ...quant.quantization import without_quantization
-from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
-from .settings import ModelConfig, config_of, count_at, form_of, settings_of
+from .settings import ModelConfig, config_of, form_of, settings_of
 from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
@@ -49,34 +59,32 @@ SINGLE, FUSED = "single", "fused"
 _HEAD = "lm_head.weight"
 # Suffixes of buffers that llama.cpp computes itself.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
+# Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
+_LANGUAGE = "language_model."
+_TOWERS = (
+    *("mlp", "vit.", "vpm.", "siglip2.", "conformer.", "merger.", "resampler.", "sound_encoder.", "sound_projection."),
+    "speech_embeddings.",
+)
+_TOWER_PARTS = (
+    *("visual.", "vision.", "audio.", "talker.", "vision_", "audio_", "token2wav.", "code2wav.", "projector."),
+    *("pre_mm_projector_norm", "image_newline", "view_seperator", "patch_embed", "patch_merger.", "patch_merge_mlp."),
+    "model.connector.",
+)
 # Tensors with values that the config has.
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MOST_SHOWN = 3
 
 
-def source_of(config: Mapping[str, Any] | None) -> str | None:
-    """Return the class that a config names, or None if it names none."""
-    if config is None:
-        return None
-    listed = config.get("architectures")
-    if isinstance(listed, list) and listed:
-        return listed[0] if isinstance(listed[0], str) else str(listed[0])[:100]
-    model_type = config.get("model_type")
-    named = (name for name, form in gguf_forms().items() if form.model_type == model_type)
-    return next(named, f"model_type {show(model_type)}") if isinstance(model_type, str) else None
-
-
 def to_llama_cpp(catalog: Catalog) -> Catalog:
     """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
-    name = source_of(catalog.config)
+    name, form = gguf_form(catalog.config)
     if name is None or catalog.format == "gguf":
         return catalog
-    form = gguf_forms().get(name)
     if form is None:
         text = f"architecture {show(name)} cannot be converted for llama.cpp, expected one of {', '.join(gguf_forms())}"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
-    config = ModelConfig(catalog.config or {}, catalog.title, form.keys)
+    config = ModelConfig(catalog.config or {}, catalog.title, form)
     settings, factors = settings_of(config, form)
     recipes, experts = llama_cpp_recipes(catalog, config, form)
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
@@ -168,16 +176,24 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     notes: list[str] = []
     kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
     if kept is not None:
-        name = source_of(kept)
-        if name is None or name not in gguf_forms() or gguf_forms()[name].architecture != architecture:
+        name, own = gguf_form(kept)
+        if own is None or own.architecture != architecture:
             text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
             raise FormatError(text, catalog.title)
-        form, experts = gguf_forms()[name], str(metadata.get(_EXPERTS, SINGLE))
+        form, experts = own, str(metadata.get(_EXPERTS, SINGLE))
         config = {**without_quantization(kept), "architectures": [name]}
+        inner = language_of(config)
+        if inner is not config:  # a model of text and images, whose language model is in the file
+            if not form.class_name.endswith("ForCausalLM"):
+                text = f"the file has the language model of {name}, which has no class of its own in transformers"
+                raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
+            kinds = {"architectures": [form.class_name], "model_type": form.model_type}
+            config = {key: value for key, value in inner.items() if not isinstance(value, Mapping) or "rope" in key}
+            config |= kinds
     else:
         form, experts = form_of(catalog), SINGLE
         config, notes = config_of(catalog, form)
-    recipes = published_recipes(catalog, form, experts)
+    recipes = published_recipes(catalog, ModelConfig(config, catalog.title, form), form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     rows = next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
@@ -196,7 +212,7 @@ def llama_cpp_recipes(
     catalog: Catalog, config: ModelConfig, form: GgufForm
 ) -> tuple[dict[str, TensorRecipe], str | None]:
     """Return the recipes of a file in the order of their first source, and how the model stores experts."""
-    stored_by_name = stored_names(catalog, catalog.title)
+    stored_by_name = _language_names(catalog, config, form)
     tied = config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and _HEAD in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
@@ -224,7 +240,7 @@ def llama_cpp_recipes(
         if not placed:
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
-    if tied is not True and _HEAD not in stored_by_name and not form.tied:
+    if tied is not True and _HEAD not in stored_by_name and not form.tied and not config.headless:
         text = "is missing, and tie_word_embeddings is not true"
         raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
     for target, members in experts.items():
@@ -234,10 +250,42 @@ def llama_cpp_recipes(
     return recipes, SINGLE if experts else FUSED if fused else None
 
 
+def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
+    """Return the stored names of the tensors of the language model by those in the family's table."""
+    multimodal = language_of(catalog.config or {}) is not catalog.config
+    result: dict[str, str] = {}
+    left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
+    for name, stored in stored_names(catalog, catalog.title).items():
+        bare = name.replace(_LANGUAGE, "")
+        if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
+            left_out.setdefault("language model only", []).append(stored)
+            continue
+        for begin, (place, layer) in form.renames.items():
+            pattern, numbers = without_numbers(bare)
+            if pattern.startswith(begin):
+                own = int(numbers.pop(0)) if PLACE in begin else 0
+                bare = place + pattern[len(begin) :]
+                for number in (config.integer(layer) + own, *numbers) if PLACE in place else numbers:
+                    bare = bare.replace(PLACE, str(number), 1)
+                break
+        reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
+        if reason is not None:
+            left_out.setdefault(reason, []).append(stored)
+            continue
+        published = form.published_name(bare)
+        if published in result:
+            text = f"tensors {show(result[published])} and {show(stored)} are both {show(published)}"
+            raise FormatError(text, catalog.title, tensor=stored)
+        result[published] = stored
+    for reason, names in left_out.items():
+        warning("%s: left out (%s): %s", catalog.title, reason, _some_of(names))
+    return result
+
+
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
     """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
     shape = tuple(catalog.about(name).shape)
-    if layout.part is not None or layout.transposed:
+    if layout.of_experts(target):
         axes, (_, parts) = 2 if target.endswith(".bias") else 3, layout.part or (0, 1)
         if layout.part is None and (len(shape) != axes or shape[0] > MAX_EXPERTS):
             return None
@@ -247,15 +295,49 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
         moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
         columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
         return TensorRecipe((shape[0], rows // parts, *columns), moves)
+    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
+        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
+    arrangement, inner = _arrangement(config, layout, shape, name)
+    return TensorRecipe(inner, (Move(name, arrangement=arrangement),))
+
+
+def _arrangement(
+    config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str
+) -> tuple[Arrangement | None, tuple[int, ...]]:
+    """Return how llama.cpp arranges a published tensor, None if it keeps their order, and the shape of the result."""
     heads = config.size(*layout.heads) if layout.heads else 0
     if heads and (not shape or shape[0] % (2 * heads)):
         raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
-    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
-        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
-    return TensorRecipe(shape, (Move(name),), heads, shift=layout.add)
+    rows: list[Mapping[str, Any]] = [*layout.rows]
+    if heads:
+        rows.append({"split": (str(heads), "2", "-1"), "order": (0, 2, 1)})
+    if len(shape) < (2 if layout.columns or layout.transposed else 1 if rows else 0):
+        raise error_about(FormatError, f"has the shape {list(shape)}, expected more axes", tensor=name)
+    row_places = config.places(rows, shape[0], name) if rows else None
+    column_places = config.places(layout.columns, shape[1], name) if layout.columns else None
+    counts = [len(places) for places in (row_places, column_places) if places is not None]
+    inner = (
+        (*counts, *shape[len(counts) :]) if row_places is not None else (*shape[:1], *counts, *shape[1 + len(counts) :])
+    )
+    items = None
+    if layout.items is not None:
+        count = config.integer(layout.items)
+        if not 0 < count <= MAX_EXPERTS or not inner or inner[0] % count:
+            raise error_about(FormatError, f"{list(shape)} does not hold {count} matrices", tensor=name)
+        items = inner = (count, inner[0] // count, *inner[1:])
+    if layout.transposed:
+        inner = (*inner[:-2], inner[-1], inner[-2])
+    if layout.shape is not None:
+        final = config.shape(layout.shape, math.prod(inner))
+        if math.prod(final) != math.prod(inner):
+            raise error_about(FormatError, f"{list(shape)} cannot be {list(final)}", tensor=name)
+        inner = final
+    arrangement = Arrangement(row_places, column_places, items, layout.transposed, layout.function, layout.add)
+    ordered = row_places is None and column_places is None and not (layout.transposed or arrangement.computes)
+    return None if ordered else arrangement, inner
 
 
-def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
+def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
     """Return the recipes of a model of transformers, in the order of the file."""
     names = [name for name in catalog if name not in _SETTINGS]
     _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
@@ -271,21 +353,42 @@ def published_recipes(catalog: Catalog, form: GgufForm, experts: str) -> dict[st
         if layout.stack:
             for k in range(shape[0]):
                 recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
-        elif layout.part is not None or layout.transposed:
+        elif layout.of_experts(name):
             parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
             recipes[full] = _whole(catalog, parts, layout)
         elif layout.row and len(shape) == 1:
             recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
-        else:
-            keys = [f"{form.architecture}.{key}" for key in layout.heads]
-            heads = next((count for key in keys if (count := count_at(catalog, key)) is not None), None)
-            if keys and not heads:
-                raise FormatError(f"key {keys[-1]} must be a positive integer, got {heads}", catalog.title)
-            if heads and (not shape or shape[0] % (2 * heads)):
-                text = f"{list(shape)} does not have {heads} heads"
-                raise error_about(FormatError, text, path=catalog.title, tensor=name)
-            recipes[full] = TensorRecipe(shape, (Move(name),), heads or 0, inverse=True, shift=-layout.add)
+        elif full not in recipes:
+            targets = [
+                (other.replace(PLACE, numbers[0]) if numbers else other, part) for other, part in form.targets[place]
+            ]
+            recipes[full] = _joined(
+                catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
+            )
     return recipes
+
+
+def _joined(
+    catalog: Catalog, config: ModelConfig, form: GgufForm, name: str, parts: Sequence[tuple[str, GgufLayout]]
+) -> TensorRecipe:
+    """Return a published tensor from the tensors that llama.cpp makes of it."""
+    shapes = [tuple(catalog.about(part).shape) for part, _ in parts]
+    shape = shapes[0]
+    if any(layout.rearranges for _, layout in parts):
+        shape = config.shape_of(form.published, name)
+    moves, values = [], 0
+    for (part, layout), stored in zip(parts, shapes, strict=True):
+        arrangement, expected = _arrangement(config, layout, shape, part)
+        if expected != stored:
+            text = f"has the shape {list(stored)}, but {show(name)} needs {list(expected)}"
+            raise error_about(FormatError, text, path=catalog.title, tensor=part)
+        values += math.prod(stored)
+        inverse = None if arrangement is None else arrangement._replace(inverse=True, shift=-arrangement.shift)
+        moves.append(Move(part, arrangement=inverse))
+    if values != math.prod(shape):
+        text = f"needs {math.prod(shape):,} values, but its parts have {values:,}"
+        raise error_about(FormatError, text, path=catalog.title, tensor=name)
+    return TensorRecipe(shape, tuple(moves))
 
 
 def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:

@@ -7,21 +7,37 @@ is either written, or must have the value that llama.cpp assumes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ...core.arrays import Array
+from ...core.forking import cached_property
 from ...core.text import error_about, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf
 from ...models.diffusion import ARCHITECTURE
-from ...models.family import U32, USUAL_BASE, GgufForm, GgufKey, gguf_architectures, gguf_forms
+from ...models.family import (
+    BOOL,
+    BOOLS,
+    F32,
+    NUMBERS,
+    TEXT,
+    U32,
+    USUAL_BASE,
+    GgufForm,
+    GgufKey,
+    gguf_architectures,
+    gguf_forms,
+)
+from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
+# Rows or columns that can change places; published models have up to 65,536.
+_MAX_PLACES = 1 << 22
 _MAX_F32 = float(np.finfo(np.float32).max)
 # Largest number of rotation factors: half of the largest head.
 MAX_FACTORS = 1 << 16
@@ -44,6 +60,8 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "yarn": {"factor", _ORIGINAL, "truncate", *chain.from_iterable(_YARN.values())},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
     "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
+    "proportional": set(),
+    "dynamic": {"factor"},
 }
 _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
@@ -56,10 +74,27 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 class ModelConfig:
     """The values of a ``config.json``, checked as they are read."""
 
-    def __init__(self, values: Mapping[str, Any], title: str, keys: Mapping[str, GgufKey] | None = None) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], title: str, form: GgufForm | None = None) -> None:
+        self.values = language_of(values)
         self._title = title
-        self._keys = keys or {}  # of llama.cpp, which name the keys of the config
+        self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
+        self._defaults = form.defaults if form is not None else {}
+
+    @property
+    def headless(self) -> bool:
+        """True for a class without a head."""
+        named = [text for text in listed_in(self.values)[:1] if isinstance(text, str)]
+        return any(text.endswith("Model") and "LMHead" not in text for text in named)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """The settings of rotary embeddings."""
+        return Rope(self)
+
+    @cached_property
+    def _expressions(self) -> Config:
+        # Expressions find the settings of rotations below "rope", wherever a config has them.
+        return Config({**self.values, "rope": self.rope.full}, self._defaults)
 
     def fault(self, text: str) -> FormatError:
         return FormatError(f"config.json: {text}", self._title)
@@ -69,8 +104,58 @@ class ModelConfig:
         return UnsupportedError(f"{self._title}: config.json: {text}; raw=True writes the tensors as they are")
 
     def find(self, names: Sequence[str]) -> Any:
-        """Return the value of the first name that has a value, or None."""
-        return next((value for name in names if (value := self.values.get(name)) is not None), None)
+        """Return the value of the first name that has a value, or None; a name with dots is of nested objects."""
+        return next((value for name in names if (value := self._at(name)) is not None), None)
+
+    def _at(self, name: str) -> Any:
+        value: Any = self.values if not name.startswith("rope.") else {"rope": self.rope.full}
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def integer(self, expression: str, layer: int | None = None) -> int:
+        """Return the value of an expression, see `safeload.models.schema`."""
+        try:
+            return self._expressions.evaluate(expression, layer)
+        except ConfigError as error:
+            raise self.fault(str(error)) from None
+
+    def shape(self, expressions: Sequence[str], total: int) -> tuple[int, ...]:
+        """Return a shape of so many values; "-1" is the size that is left."""
+        sizes = [-1 if text == "-1" else self.integer(text) for text in expressions]
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = total // max(1, -math.prod(sizes))
+        return tuple(sizes)
+
+    def shape_of(self, published: Schema, name: str) -> tuple[int, ...]:
+        """Return the shape of a published tensor."""
+        match = published.find(name)
+        if match is None or match.entry.shape is None:
+            raise self.fault(f"nothing is known of the shape of {show(name)}")
+        return tuple(self.integer(text.removesuffix(ANY), match.layer) for text in match.entry.shape)
+
+    def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
+        """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
+
+        A piece is the places from ``begin`` to ``end`` as an array of the axes ``split``, of which ``take`` keeps
+        [axis, begin, end], with its axes in another ``order``.
+        """
+        parts = []
+        for piece in pieces:
+            begin, end = self.integer(piece.get("begin", "0")), self.integer(piece.get("end", str(count)))
+            if not 0 <= begin <= end <= count <= _MAX_PLACES:
+                text = f"has {count:,} rows or columns, from which {begin:,} to {end:,} cannot be taken"
+                raise error_about(FormatError, text, path=self._title, tensor=name)
+            sizes = self.shape(piece.get("split", ("-1",)), end - begin)
+            if math.prod(sizes) != end - begin or min(sizes) < 0:
+                text = f"{end - begin:,} rows or columns cannot be divided as {list(sizes)}"
+                raise error_about(FormatError, text, path=self._title, tensor=name)
+            places = np.arange(begin, end).reshape(sizes)
+            if "take" in piece:
+                axis, first, last = piece["take"]
+                places = places.take(np.arange(self.integer(first), self.integer(last)), axis, mode="clip")
+            parts.append(places.transpose(piece.get("order")).reshape(-1))
+        return np.concatenate(parts)
 
     def number(self, value: Any, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
@@ -112,25 +197,59 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
         raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {usual}")
-    metadata: dict[str, Any] = {}
-    for name, key in form.keys.items():
-        value = key.default if (stated := config.find(key.config)) is None else stated
-        if not key.config or (value is None and key.optional):
-            continue
-        if value is None:
-            raise config.fault(f"{key.config[0]} is missing")
-        if key.types[0] != U32:
-            metadata[name] = gguf.F32(config.number(value, key.config[0]))
-        elif type(value) is int and 0 <= value <= _MAX_SIZE:
-            metadata[name] = gguf.U32(value)
-        else:
-            raise config.fault(f"{key.config[0]} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+    stated = ((name, _setting(config, key)) for name, key in form.keys.items() if key.config or key.value is not None)
+    metadata = {name: value for name, value in stated if value is not None}
     experts, used = (metadata.get(key, 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rope = _Rope(config)
-    metadata.update((f"rope.{key}", value) for key, value in rope.keys(form))
+    rope = config.rope
+    for name, value in rope.keys(form):
+        metadata.setdefault(f"rope.{name}", value)
     return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, rope.tensors(form)
+
+
+def _setting(config: ModelConfig, key: GgufKey) -> Any:
+    """Return the value of a key in its type of GGUF, or None if it is not written."""
+    if key.when is not None and not config.integer(key.when):
+        return None
+    kind, name = key.types[0], next(iter(key.config), "")
+    if key.each_layer is not None:
+        layers = config.integer(key.each_layer)
+        if not 0 <= layers <= MAX_LAYERS:
+            raise config.fault(f"{key.each_layer} must be 0 to {MAX_LAYERS}, got {layers}")
+        numbers = [config.integer(key.value or "0", layer) for layer in range(layers)]
+        return np.array(numbers, bool if kind == BOOLS else np.int32)
+    if key.value is not None:
+        return _typed(config, kind, config.integer(key.value), key.value)
+    value = config.find(key.config)
+    if value is None:
+        value = key.default
+    if value is None:
+        if key.optional:
+            return None
+        raise config.fault(f"{name} is missing")
+    if key.values and (not isinstance(value, (str, bool)) or str(value) not in key.values):
+        raise config.unsupported(f"llama.cpp has no {name} {show(value)}")
+    return _typed(config, kind, key.values.get(str(value), value), name, times=key.times, size=key.size)
+
+
+def _typed(config: ModelConfig, kind: str, value: Any, name: str, *, times: float = 1.0, size: int = 0) -> Any:
+    if kind == F32:
+        return gguf.F32(config.number(value, name) * times)
+    if kind == U32:
+        if type(value) is int and 0 <= value <= _MAX_SIZE:
+            return gguf.U32(value)
+        raise config.fault(f"{name} must be an integer from 0 to {_MAX_SIZE}, got {show(value)}")
+    if kind == BOOL:
+        if isinstance(value, bool) or value in (0, 1):
+            return bool(value)
+        raise config.fault(f"{name} must be true or false, got {show(value)}")
+    if kind == TEXT and isinstance(value, str):
+        return value
+    listed = kind == NUMBERS and isinstance(value, list) and len(value) <= (size or MAX_LAYERS)
+    if listed and all(type(item) is int and abs(item) < 1 << 31 for item in value):
+        return np.array([*value, *[0] * (size - len(value))], np.int32)
+    raise config.fault(f"{name} must be of type {kind}, got {show(value)}")
 
 
 # ---- what llama.cpp assumes ----
@@ -172,7 +291,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
 # ---- rotations ----
 
 
-class _Rope:
+class Rope:
     """The settings of rotary embeddings, as transformers 5 writes them (``rope_parameters``), or older versions."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -207,13 +326,13 @@ class _Rope:
         outside = {key: config.find(names) for key, names in _OUTSIDE_ROPE.items()}
         # of full attention
         self.full = {key: value for key, value in {**outside, **parameters}.items() if value is not None}
-        for key in self.full:
-            if key not in _ROPE_KEYS[kind] and key not in _ANY_ROPE:
-                raise config.unsupported(f"rope parameter {show(key)} of type {kind} is unknown")
 
     def keys(self, form: GgufForm) -> Iterator[tuple[str, Any]]:
         """Yield the keys of rotations, without the architecture."""
         rope = form.rope
+        for key in self.full:
+            if key not in _ROPE_KEYS[self.kind] and key not in _ANY_ROPE and key not in rope.parameters:
+                raise self.config.unsupported(f"rope parameter {show(key)} of type {self.kind} is unknown")
         if rope.dimensions == "head":
             yield "dimension_count", gguf.U32(self.config.head_dim)
         base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
@@ -238,7 +357,7 @@ class _Rope:
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
                 yield "scaling.attn_factor", gguf.F32(factor)
-        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1:
+        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1 and rope.dimensions != "keys":
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
@@ -365,7 +484,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         # llama.cpp has -1 for no token.
         config[name] = number if isinstance(number, int) and 0 <= number < config["vocab_size"] else None
     if form.query_scale_by_width is not None:
-        config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form.keys), form)
+        config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
         config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every)
     _add_rope(config, catalog, form)
@@ -429,7 +548,7 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
         if original is not None:
             rope[_ORIGINAL] = original
-        _, tensors = settings_of(ModelConfig(config, catalog.title, form.keys), form)
+        _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
         if all(
             name in catalog
             and tuple(catalog.about(name).shape) == expected.shape
