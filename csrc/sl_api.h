@@ -87,7 +87,8 @@ typedef struct sl_error {
 #define SL_MXFP4 103
 #define SL_NVFP4 104
 #define SL_Q1_0 105
-#define SL_DTYPE_LIMIT 106 /* above all numbers */
+#define SL_Q2_0 106
+#define SL_DTYPE_LIMIT 107 /* above all numbers */
 
 /* Only a conversion target: Q4_0 with scale absmax / 7; SL_Q4_0 uses ggml's signed maximum / -8. */
 #define SL_Q4_0_ABSMAX 63

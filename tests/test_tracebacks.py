@@ -51,7 +51,7 @@ def quantized():
 
 
 def undecodable():
-    return safeload.QuantizedTensor("q1_0", (2, 256), np.zeros((2, 36), np.uint8))
+    return safeload.QuantizedTensor("q8_k", (2, 256), np.zeros((2, 292), np.uint8))
 
 
 def changed(kind):
@@ -123,7 +123,7 @@ CALLS = {
     "quantization_error": lambda: safeload.quantization_error({}, {"w": quantized()}),
     "load_quantized": lambda: safeload.load_quantized({"w": W * np.inf}),
     "QuantizedTensor.dequantize": lambda: safeload.QuantizedTensor(
-        "q1_0", (2, 256), np.zeros((2, 36), np.uint8)
+        "q8_k", (2, 256), np.zeros((2, 292), np.uint8)
     ).dequantize(),
     "convert": lambda: safeload.convert("good.safetensors", "x.moon"),
     "convert to a folder": lambda: safeload.convert("page.safetensors", "out", max_shard_size="1GB"),

@@ -309,6 +309,8 @@ TARGET SL_INLINE void restore_iq4_xs(const sl_iq4_xs *block, uint8_t *out) {
     ROW(SL_TQ1_0, tq1_0, SUPER)   \
     ROW(SL_TQ2_0, tq2_0, SUPER)   \
     ROW(SL_NVFP4, nvfp4, 64)      \
+    ROW(SL_Q1_0, q1_0, 128)       \
+    ROW(SL_Q2_0, q2_0, 64)        \
     ROW(SL_I2_S, i2_s, 128)       \
     EACH_IQ_TYPE(ROW)
 

@@ -1,4 +1,4 @@
-/* Ternary blocks to f32: a part of dequant.h, which includes this file after the functions that it needs. */
+/* Blocks of codes of one and two bits to f32: a part of dequant.h, which includes this file after the functions that it needs. */
 #ifndef SL_DEQUANT_TERNARY_H
 #define SL_DEQUANT_TERNARY_H
 
@@ -56,6 +56,32 @@ TARGET SL_INLINE void restore_tq1_0(const sl_tq1_0 *block, uint8_t *out) {
     uint32_t first = load32(block->last, 0), second = word_thrice(first), third = word_thrice(second);
     uint64_t low = (uint64_t)second << 32 | first, high = (uint64_t)word_thrice(third) << 32 | third;
     put_digit(out + 15 * RUN, codes_of(low, high), d);
+}
+
+/* Signs: x = d for a bit that is set, else -d. Bit k of a byte belongs to element k. */
+typedef struct sl_q1_0 {
+    uint8_t d[2], bits[16];
+} sl_q1_0;
+_Static_assert(sizeof(sl_q1_0) == 18, "blocks have no padding in files");
+
+TARGET SL_INLINE void restore_q1_0(const sl_q1_0 *block, uint8_t *out) {
+    float d = half_at(block->d);
+    for (size_t run = 0; run < 8; run++, out += RUN)
+        put_nibbles(out, spread(load16(block->bits, run), 2), 1, d);
+}
+
+/* x = d * (code - 1), codes of 2 bits from -1 to 2. A byte holds four elements that follow each other. */
+typedef struct sl_q2_0 {
+    uint8_t d[2], codes[16];
+} sl_q2_0;
+_Static_assert(sizeof(sl_q2_0) == 18, "blocks have no padding in files");
+
+TARGET SL_INLINE void restore_q2_0(const sl_q2_0 *block, uint8_t *out) {
+    float d = half_at(block->d);
+    for (size_t run = 0; run < 4; run++, out += RUN) {
+        uint64_t low = pairs_apart(load16(block->codes, 2 * run)), high = pairs_apart(load16(block->codes, 2 * run + 1));
+        put_nibbles(out, codes_of(low, high), 1, d);
+    }
 }
 
 #endif

@@ -63,6 +63,7 @@ static const sl_dtype_info TABLE[SL_DTYPE_LIMIT] = {
     BLOCK(SL_MXFP4, "MXFP4", "mxfp4", 32, 17, 0, 0),
     BLOCK(SL_NVFP4, "NVFP4", "nvfp4", 64, 36, 0, 0),
     BLOCK(SL_Q1_0, "Q1_0", "q1_0", 128, 18, 0, 1),
+    BLOCK(SL_Q2_0, "Q2_0", "q2_0", 64, 18, 0, 1),
 #undef ELEMENT
 #undef PACKED
 #undef BLOCK

@@ -64,3 +64,11 @@ def dequantize(library, scheme, blocks, count, out=None):
     function.restype = None
     function(np.ascontiguousarray(blocks).ctypes.data, out.ctypes.data, count)
     return out
+
+
+def by_definition(bits, blocks):
+    """The values of Q1_0 and Q2_0, which gguf-py 0.19 and the reference lack: ggml's dequantize_row_q1_0 and _q2_0."""
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    codes = blocks[:, 2:, None] >> np.arange(0, 8, bits, np.uint8) & (2**bits - 1)
+    steps = codes.reshape(len(blocks), -1).astype(np.float32)
+    return (d * (2 * steps - 1 if bits == 1 else steps - 1)).ravel()

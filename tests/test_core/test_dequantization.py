@@ -18,7 +18,7 @@ from safeload import QuantizedTensor
 
 SCHEMES = [
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
-    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),
+    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4", "q1_0", "q2_0"),
 ]
 GRIDS = ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m"]
 SCHEMES += GRIDS
@@ -28,7 +28,7 @@ NOT_EVERY_SCALE = ("iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s")
 HALVES = {
     **dict.fromkeys(GRIDS, (0,)),
     "iq1_m": (None,),
-    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs", "q1_0", "q2_0"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     "q2_k": (80, 82),
     "q3_k": (108,),
@@ -65,6 +65,9 @@ def random_blocks(scheme, count):
 
 
 def by_gguf(scheme, blocks):
+    if scheme in ("q1_0", "q2_0"):
+        with np.errstate(all="ignore"):
+            return ggml_reference.by_definition(int(scheme[1]), blocks)
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType[scheme.upper()]).ravel()
 
@@ -101,7 +104,7 @@ def test_every_scale(scheme):
     np.testing.assert_array_equal(bits(got)[finite], bits(want)[finite])
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s not in ("q4_0", "q8_0")])
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s not in ("q4_0", "q8_0", "q1_0", "q2_0")])
 def test_what_ggml_makes_and_restores(scheme):
     library = ggml_reference.load()
     if library is None:

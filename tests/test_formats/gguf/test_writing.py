@@ -7,6 +7,7 @@ import gguf as peer
 import ml_dtypes
 import numpy as np
 import pytest
+from builders import ggml_reference
 from builders.inside import dtypes, gguf_values
 from builders.late_values import Late
 from builders.paths import SHARED
@@ -34,7 +35,7 @@ RESTORED = {
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl"),
     *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m"),
-    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4"),
+    *("iq4_xs", "tq1_0", "tq2_0", "nvfp4", "q1_0", "q2_0"),
 }
 
 
@@ -94,6 +95,8 @@ def test_block_types(path, scheme):
         for name in "ab":
             assert opened[name] == want[name]
         assert opened["n"].tobytes() == want["n"].tobytes()
+    if scheme.upper() not in peer.GGMLQuantizationType.__members__:
+        return
     _, found = read_by_peer(path)
     for name in "ab":
         assert found[name].tensor_type.name.lower() == scheme
@@ -110,7 +113,10 @@ def test_load_restores_what_gguf_py_restores(path, scheme):
             safeload.load(path, dtype="float32")
         return
     with np.errstate(all="ignore"):
-        want = peer.dequantize(given.data, peer.GGMLQuantizationType[scheme.upper()])
+        if scheme in ("q1_0", "q2_0"):
+            want = ggml_reference.by_definition(int(scheme[1]), given.data.reshape(-1, 18)).reshape(5, -1)
+        else:
+            want = peer.dequantize(given.data, peer.GGMLQuantizationType[scheme.upper()])
     got = safeload.load(path, dtype="float32", threads=2)
     assert got["n"].dtype == np.float32
     nan = np.isnan(want)  # of random scales
