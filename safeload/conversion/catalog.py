@@ -556,7 +556,9 @@ class Arrangement(NamedTuple):
         """Fill ``out`` with the values of ``array``, which are float32 if they change."""
         if self.inverse:
             result: Array = array.swapaxes(-1, -2) if self.transposed else array
-            counts = [len(each) for each in (self.rows, self.columns) if each is not None]
+            counts = [] if self.rows is None else [len(self.rows)]
+            if self.columns is not None:
+                counts = [*(counts or out.shape[:1]), len(self.columns)]
             result = self._computed(result.reshape(*counts, *out.shape[len(counts) :]), row, threads)
             out[self._places(out)] = result
             return

@@ -22,6 +22,8 @@ The fields of ``gguf``:
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason.
+- ``counted``: numbers in expressions over the config: one more than the highest layer number in the published names
+  that begin so.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
@@ -39,8 +41,12 @@ The fields of ``gguf``:
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
+- ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
+  ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
+  ``value``, for each of the ``each_layer`` layers an item of ``values``.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
+  attends to all positions. ``others``: items of ``layer_types`` for other layers without a sliding window.
+- ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
 
@@ -170,6 +176,9 @@ class GgufForm:
         self.classes: tuple[str, ...] = content.get("classes", ())
         self.renames: Mapping[str, tuple[str, str]] = content.get("renames", {})
         self.left_out: Mapping[str, str] = content.get("left_out", {})
+        self.counted: Mapping[str, str] = content.get("counted", {})
+        self.needs: Mapping[str, str] = content.get("needs", {})
+        self.computed: Mapping[str, str | Mapping[str, Any]] = content.get("computed", {})
         self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
@@ -179,6 +188,7 @@ class GgufForm:
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
+        self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
@@ -230,10 +240,13 @@ class GgufForm:
                 result.setdefault(source, []).append((name, layout))
         return result
 
-    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, int]:
-        """Return the integers of a file's metadata under the names of its schema."""
-        values = ((key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys)
-        sizes = {key: int(value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
+    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
+        """Return the integers and lists of bools in a file's metadata under the names of its schema."""
+        values: list[tuple[str, Any]]
+        values = [(key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys]
+        integers = [(key, value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)]
+        sizes: dict[str, Any] = {key: int(value) for key, value in integers}
+        sizes |= {key: value.tolist() for key, value in values if str(getattr(value, "dtype", "")) == "bool"}
         if tokens is not None:
             sizes["vocab_size"] = tokens
         # Some files have the projections of q, k and v in a single matrix.
@@ -248,7 +261,7 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
     return name.endswith(kept) or not name.endswith(".weight")
 
 

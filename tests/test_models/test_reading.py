@@ -28,13 +28,14 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+    *("classes", "renames", "left_out", "counted", "needs", "computed"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times"}
+FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind"}
 
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
@@ -63,11 +64,12 @@ def keys_below(node):
         operands = [node.operand]
     elif isinstance(node, ast.Call):
         assert node.func.id in FUNCTIONS
-        key, argument = node.args
+        key, *numbers, argument = node.args
         assert isinstance(key, (ast.Name, ast.Attribute))
-        word = node.func.id == "starts"
+        assert len(numbers) == (node.func.id == "kind")
+        word = node.func.id in ("starts", "kind")
         assert isinstance(argument, ast.Name) or not word
-        operands = [key] if word else [key, argument]
+        operands = [key, *numbers] if word else [key, argument]
     else:
         assert type(node.value) is int, ast.unparse(node)
     for operand in operands:

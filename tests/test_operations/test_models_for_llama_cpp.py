@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -180,6 +181,89 @@ def test_further_tensors_are_refused(folder):
 def test_the_gate_of_shared_experts_has_a_single_row(folder):
     tensors = {"model.layers.0.mlp.shared_expert_gate.weight": np.zeros((2, 64), np.float32)}
     refused(folder("qwen2_moe", tensors=tensors), "must have the shape .1, 64., got .2, 64.")
+
+
+MTP = [name for name in MODELS["qwen3_5"]["tensors"] if name.startswith("mtp.")]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensors", "match"),
+    [
+        ("qwen3_5", {"linear_value_head_dim": 8}, {}, "linear_key_head_dim and linear_value_head_dim differ"),
+        ("qwen3_5", {"linear_num_key_heads": 4}, {}, "A_log' 6 rows or columns cannot be divided as .4, 1"),
+        ("qwen3_5", {"linear_num_key_heads": 0}, {}, "A_log' 6 rows or columns cannot be divided as .0, 6"),
+        ("qwen3_5", {"linear_num_value_heads": "absent"}, {}, "linear_num_value_heads is missing"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 3}, {}, "conv1d.weight' .160, 1, 4. cannot be"),
+        ("qwen3_5_moe", {"head_dim": 31}, {}, "llama.cpp needs an mrope_section of 3 .* at most head_dim"),
+        (
+            "qwen3_5",
+            {"attention_bias": True},
+            {},
+            "attention_bias is True, but llama.cpp computes qwen35 as with False",
+        ),
+        ("qwen3_5", {"attn_output_gate": False}, {}, "attn_output_gate is False"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 3}, {}, "layer_types must be a list of 4 items"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, {}, "missing: llama.cpp needs 'blk.3.attn_qkv.weight'"),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 4}, {}, "only full_attention and linear_attention here"),
+        ("qwen3_5", {"rope_parameters": {"mrope_section": [2, 0, 2]}}, {}, "llama.cpp needs an mrope_section of 3 "),
+        ("qwen3_5", {"rope_parameters": {"mrope_section": 4}}, {}, "'rope.mrope_section' in the config is 4"),
+        ("qwen3_5", {"rope_parameters": {}}, {}, "'rope.partial_rotary_factor' in the config is None"),
+        ("qwen3_5", {}, {"mtp.fc.weight": None}, "missing: llama.cpp needs 'blk.4.nextn.eh_proj.weight'"),
+        ("qwen3_5", {}, {name: None for name in MTP if ".layers." in name}, "no tensor 'blk.4.nextn.eh_proj.weight'"),
+        ("qwen3_5", {}, {"mtp.embed_tokens.weight": np.zeros((2, 2), np.float32)}, "qwen35 has no such tensor"),
+        ("qwen3_5", {}, {"model.layers.0.linear_attn.A_log": np.zeros(5, np.float32)}, "5 rows or columns cannot be"),
+        ("qwen3_5", {}, {"model.layers.4.mlp.up_proj.weight": np.zeros(5, np.float32)}, "are both 'model.layers.4"),
+        ("qwen3_next", {"norm_topk_prob": False}, {}, "norm_topk_prob is False"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, {}, "mlp_only_layers is .1."),
+        ("qwen3_next", {"linear_num_value_heads": 5}, {}, "'blk.0.ssm_a' has the shape .6., but .* need .5."),
+    ],
+)
+def test_gated_delta_nets_are_refused_by_name(name, config, tensors, match, folder):
+    refused(folder(name, tensors=tensors, **config), match)
+
+
+@pytest.mark.parametrize("added", [{}, {"mtp_num_hidden_layers": 0}, {"mtp_num_hidden_layers": "absent"}])
+def test_layers_for_multi_token_prediction_are_counted_by_their_tensors(added, folder, tmp_path):
+    safeload.convert(folder("qwen3_5", tensors=dict.fromkeys(MTP), **added), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["qwen35.block_count"] == 4
+        assert "qwen35.nextn_predict_layers" not in file.metadata
+        assert file.metadata["qwen35.attention.recurrent_layers"].tolist() == [True, True, True, False]
+
+
+def test_linear_attention_follows_from_the_interval(folder, tmp_path):
+    safeload.convert(folder("qwen3_5", layer_types=None), tmp_path / "x.gguf", dtype="float32")
+    own, reference = llama_models.described(tmp_path / "x.gguf"), MODELS["qwen3_5"]["reference"]
+    assert reference["metadata"].keys() - own["metadata"].keys() == {"qwen35.attention.recurrent_layers"}
+    assert own["tensors"] == reference["tensors"]
+    assert safeload.check(tmp_path / "x.gguf").errors == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_model_of_images_is_written(name, tmp_path, caplog):
+    model = MODELS[name]
+    kind = model["config"]["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    inner = {key: value for key, value in model["config"].items() if key != "architectures"}
+    config = {"architectures": [kind], "model_type": name, "text_config": inner, "vision_config": {"depth": 1}}
+    tensors = {"model.visual.blocks.0.attn.qkv.weight": np.ones((3, 3), np.float32)}
+    for text, array in llama_models.tensors_of(model).items():
+        tensors[text.replace("model.", "model.language_model.")] = array
+    source = llama_models.write_folder(tmp_path / "x" / name, {**model, "config": config}, tensors)
+    safeload.convert(source, tmp_path / "x.gguf", dtype="float32")
+    assert "left out (language model only): 'model.visual.blocks.0" in caplog.text
+    assert llama_models.described(tmp_path / "x.gguf") == model["reference"]
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", dtype="bfloat16")
+    back, before = safeload.load(tmp_path / "back"), llama_models.tensors_of(model)
+    assert {key: array.tobytes() for key, array in back.items()} == {k: x.tobytes() for k, x in before.items()}
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == model["config"]
+
+
+def test_experts_of_layers_are_all_fused_or_none(folder):
+    block = "model.layers.1.mlp.experts."
+    experts = {f"{block}{name}": None for name in ("gate_up_proj", "down_proj")}
+    for k, name, shape in product(range(3), ("gate", "up", "down"), [(48, 64)]):
+        experts[f"{block}{k}.{name}_proj.weight"] = np.zeros(shape if name != "down" else shape[::-1], np.float32)
+    refused(folder("qwen3_5_moe", tensors=experts), "some layers have fused experts and some do not")
 
 
 def test_integers_are_refused(folder):

@@ -84,7 +84,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         text = f"architecture {show(name)} cannot be converted for llama.cpp, expected one of {', '.join(gguf_forms())}"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
-    config = ModelConfig(catalog.config or {}, catalog.title, form)
+    config = ModelConfig({**(catalog.config or {}), **_counted(catalog, form)}, catalog.title, form)
     settings, factors = settings_of(config, form)
     recipes, experts = llama_cpp_recipes(catalog, config, form)
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
@@ -180,7 +180,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         if own is None or own.architecture != architecture:
             text = f"{KEPT}{_CONFIG} names {show(name)}, but the file is of architecture {architecture}"
             raise FormatError(text, catalog.title)
-        form, experts = own, str(metadata.get(_EXPERTS, SINGLE))
+        form, experts = own, " ".join(str(metadata.get(_EXPERTS, "")).split()) or SINGLE
         config = {**without_quantization(kept), "architectures": [name]}
         inner = language_of(config)
         if inner is not config:  # a model of text and images, whose language model is in the file
@@ -218,7 +218,7 @@ def llama_cpp_recipes(
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
     experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
-    unknown, fused = [], False
+    unknown, fused = [], set()
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
             continue
@@ -235,7 +235,7 @@ def llama_cpp_recipes(
                 if target in recipes:
                     raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
                 recipes[target] = whole
-                fused |= layout.part is not None
+                fused |= {target} if layout.part is not None else set()
                 placed = True
         if not placed:
             unknown.append(stored)
@@ -245,9 +245,42 @@ def llama_cpp_recipes(
         raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
     for target, members in experts.items():
         recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
-    if experts and fused:
-        raise FormatError("some layers have fused experts and some do not", catalog.title)
-    return recipes, SINGLE if experts else FUSED if fused else None
+    # The layers for multi-token prediction can have experts in another form.
+    forms: dict[bool, str] = {}
+    for target, kind in (*((each, SINGLE) for each in experts), *((each, FUSED) for each in sorted(fused))):
+        if forms.setdefault(_is_added(target, config), kind) != kind:
+            raise FormatError("some layers have fused experts and some do not", catalog.title)
+    return recipes, " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
+
+
+def _is_added(name: str, config: ModelConfig) -> bool:
+    """Return True for a tensor of a layer after those of the config."""
+    return any(int(number) >= config.size("block_count") for number in without_numbers(name)[1][:1])
+
+
+def _counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
+    """Return the numbers of layers that follow from published names."""
+    counts = dict.fromkeys(form.counted, 0)
+    for name in stored_names(catalog, catalog.title) if counts else ():
+        pattern, numbers = without_numbers(name.replace(_LANGUAGE, ""))
+        for key, begin in form.counted.items():
+            if pattern.startswith(begin):
+                counts[key] = max(counts[key], int(numbers[0]) + 1)
+    return counts
+
+
+def _original_name(name: str, config: ModelConfig, form: GgufForm) -> str:
+    """Return the name that `_language_names` renames to that of an added layer."""
+    pattern, numbers = without_numbers(name)
+    for begin, (place, layer) in form.renames.items():
+        if PLACE in place and pattern.startswith(place) and (first := config.integer(layer)) > 0:
+            own = int(numbers[0]) - first
+            if own >= 0 and (own == 0 or PLACE in begin):
+                name = begin + pattern[len(place) :]
+                for number in ([str(own)] if PLACE in begin else []) + numbers[1:]:
+                    name = name.replace(PLACE, number, 1)
+                break
+    return name
 
 
 def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
@@ -345,7 +378,8 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
     for name in names:
         pattern, numbers = without_numbers(name)
         # Of the published tensors that llama.cpp joins, the last has fused experts.
-        place, layout = [*form.layouts[pattern].items()][-1 if experts == FUSED else 0]
+        kind = experts.split()[-1 if " " in experts and _is_added(name, config) else 0]
+        place, layout = [*form.layouts[pattern].items()][-1 if kind == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
@@ -365,7 +399,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
             recipes[full] = _joined(
                 catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
             )
-    return recipes
+    return {_original_name(name, config, form): recipe for name, recipe in recipes.items()}
 
 
 def _joined(

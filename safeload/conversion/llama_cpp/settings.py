@@ -23,6 +23,7 @@ from ...models.family import (
     BOOL,
     BOOLS,
     F32,
+    METADATA,
     NUMBERS,
     TEXT,
     U32,
@@ -154,7 +155,7 @@ class ModelConfig:
             if "take" in piece:
                 axis, first, last = piece["take"]
                 places = places.take(np.arange(self.integer(first), self.integer(last)), axis, mode="clip")
-            parts.append(places.transpose(piece.get("order")).reshape(-1))
+            parts.append(places.transpose(piece.get("order", [*range(places.ndim)])).reshape(-1))
         return np.concatenate(parts)
 
     def number(self, value: Any, name: str) -> float:
@@ -193,6 +194,9 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
             raise config.unsupported(
                 f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
             )
+    for text, condition in form.needs.items():
+        if not config.integer(condition):
+            raise config.unsupported(text)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
@@ -246,7 +250,7 @@ def _typed(config: ModelConfig, kind: str, value: Any, name: str, *, times: floa
         raise config.fault(f"{name} must be true or false, got {show(value)}")
     if kind == TEXT and isinstance(value, str):
         return value
-    listed = kind == NUMBERS and isinstance(value, list) and len(value) <= (size or MAX_LAYERS)
+    listed = kind == NUMBERS and isinstance(value, (list, tuple)) and len(value) <= (size or MAX_LAYERS)
     if listed and all(type(item) is int and abs(item) < 1 << 31 for item in value):
         return np.array([*value, *[0] * (size - len(value))], np.int32)
     raise config.fault(f"{name} must be of type {kind}, got {show(value)}")
@@ -280,10 +284,12 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
         return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
-    slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
+    slides = usual if kinds is None else any(kind not in form.without_windows for kind in kinds)
     if slides and form.ignores_windows:
         effect = f"texts longer than {show(window)} tokens give other results than transformers"
         warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
+    elif slides and window is None:
+        raise config.unsupported(f"layer_types: llama.cpp has only {' and '.join(form.without_windows)} here")
     elif slides:
         raise config.unsupported(f"sliding_window is {show(window)}")
 
@@ -460,7 +466,9 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    for name, key in ((name, key) for name, key in form.keys.items() if key.config):
+    for name, key in (
+        (name, key) for name, key in form.keys.items() if key.config and not key.config[0].startswith("rope.")
+    ):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):
             config[key.config[0]] = value
@@ -473,6 +481,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     if len(shape) != 2:
         raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
     config |= {
+        **_computed(catalog, form),
         "vocab_size": int(shape[0]),
         "tie_word_embeddings": "output.weight" not in catalog,
         "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
@@ -494,6 +503,24 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config["sliding_window"] = None
     _check_rope(catalog, config, form)
     return config, notes
+
+
+def _computed(catalog: Catalog, form: GgufForm) -> dict[str, Any]:
+    """Return the keys of a config that follow from several keys of a file."""
+    sizes = Config(form.sizes(catalog.metadata, (), None), form.schema.defaults, METADATA)
+    result: dict[str, Any] = {}
+    try:
+        for name, entry in form.computed.items():
+            if isinstance(entry, str):
+                result[name] = sizes.evaluate(entry)
+            elif 0 <= (layers := sizes.evaluate(entry["each_layer"])) <= MAX_LAYERS:
+                numbers = (sizes.evaluate(entry["value"], layer) for layer in range(layers))
+                result[name] = [entry["values"][number] for number in numbers]
+            else:
+                raise ConfigError(f"{entry['each_layer']} must be 0 to {MAX_LAYERS}, got {layers}")
+    except ConfigError as error:
+        raise FormatError(f"sizes of the model: {error}", catalog.title) from None
+    return result
 
 
 def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
@@ -529,6 +556,12 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         }
         rope |= stated_twice
         config |= stated_twice
+    if "rope.partial_rotary_factor" in (form.keys.get("rope.dimension_count", GgufKey(())).value or ""):
+        width = max(1, config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"]))
+        rope["partial_rotary_factor"] = number("dimension_count", width) / width
+    sections = catalog.metadata.get(f"{prefix}dimension_sections")
+    if "mrope_section" in form.rope.parameters and isinstance(sections, np.ndarray) and sections.dtype.kind in "iu":
+        rope["mrope_section"] = sections[:3].tolist()
     config["rope_parameters"] = rope
     if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}

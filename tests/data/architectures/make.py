@@ -95,6 +95,21 @@ WHISPER = {
     "decoder_start_token_id": 1,
 }
 LABELS = {"num_labels": 5}
+DELTA_NET = {
+    **HEAD_DIM,
+    "num_hidden_layers": 5,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 9,
+    "linear_value_head_dim": 11,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+DELTA_NET_MOE = {
+    **DELTA_NET,
+    **QWEN2_MOE,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+}
 
 # Family: (class of the config, its cases: name to (classes of models, arguments of the config)).
 FAMILIES = {
@@ -186,6 +201,21 @@ FAMILIES = {
             ),
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "": (
+                ["Qwen3_5ForCausalLM", "Qwen3_5TextModel", "Qwen3_5TextForSequenceClassification"],
+                {**DELTA_NET, **LABELS},
+            ),
+            "biases": (["Qwen3_5ForCausalLM"], {**DELTA_NET, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {"": (["Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"], DELTA_NET_MOE)},
+    ),
+    "qwen3_next": ("Qwen3NextConfig", {"": ([f"Qwen3Next{head}" for head in HEADS], {**DELTA_NET_MOE, **LABELS})}),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
@@ -357,6 +387,19 @@ PUBLISHED = {
             "num_hidden_layers": 94,
         },
     ),
+    "Qwen3.5-27B": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_num_value_heads": 48,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+        },
+    ),
+    "Qwen3.5-35B-A3B": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {}),
+    "Qwen3-Next-80B-A3B": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {}),
     "DeepSeek-V2-Lite": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",

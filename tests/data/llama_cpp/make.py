@@ -133,6 +133,12 @@ _QWEN_MOE = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
 
+_DELTA_NET = {
+    "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+}  # fmt: skip
+_DELTA_NET_MOE = {**_DELTA_NET, **{key: _QWEN_MOE[key] for key in _QWEN_MOE if "_expert" in key or "moe" in key}}
+
 MODELS = {
     "llama3": (
         transformers.LlamaForCausalLM,
@@ -209,7 +215,58 @@ MODELS = {
             },
         },
     ),
+    "qwen3_5": (
+        transformers.Qwen3_5ForCausalLM,
+        transformers.Qwen3_5TextConfig,
+        "qwen2",
+        {
+            **_DELTA_NET, "num_hidden_layers": 4, "tie_word_embeddings": True, "full_attention_interval": 4,
+            "mtp_num_hidden_layers": 1,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+            },
+        },
+    ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeForCausalLM,
+        transformers.Qwen3_5MoeTextConfig,
+        "qwen2",
+        {
+            **_DELTA_NET_MOE, "num_experts": 3, "layer_types": ["linear_attention", "full_attention"],
+            "mtp_num_hidden_layers": 1, "intermediate_size": None,
+        },
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextForCausalLM,
+        transformers.Qwen3NextConfig,
+        "qwen2",
+        {**_DELTA_NET_MOE, "layer_types": ["linear_attention", "full_attention"]},
+    ),
 }  # fmt: skip
+
+# Tensors for multi-token prediction, which published models have and transformers does not write: vLLM,
+# models/qwen3_next_mtp.py and models/qwen3_5_mtp.py.
+_MTP = {
+    "fc.weight": [64, 128], "pre_fc_norm_embedding.weight": [64], "pre_fc_norm_hidden.weight": [64],
+    "norm.weight": [64], "layers.0.input_layernorm.weight": [64], "layers.0.post_attention_layernorm.weight": [64],
+    "layers.0.self_attn.q_proj.weight": [256, 64], "layers.0.self_attn.k_proj.weight": [64, 64],
+    "layers.0.self_attn.v_proj.weight": [64, 64], "layers.0.self_attn.o_proj.weight": [64, 128],
+    "layers.0.self_attn.q_norm.weight": [32], "layers.0.self_attn.k_norm.weight": [32],
+}  # fmt: skip
+_MTP_DENSE = {f"layers.0.mlp.{name}_proj.weight": [96, 64] for name in ("gate", "up")} | {
+    "layers.0.mlp.down_proj.weight": [64, 96]
+}
+_MTP_MOE = {
+    "layers.0.mlp.gate.weight": [3, 64], "layers.0.mlp.shared_expert_gate.weight": [1, 64],
+    **{f"layers.0.mlp.shared_expert.{name}_proj.weight": [80, 64] for name in ("gate", "up")},
+    "layers.0.mlp.shared_expert.down_proj.weight": [64, 80],
+    **{f"layers.0.mlp.experts.{k}.{name}_proj.weight": [48, 64] for k in range(3) for name in ("gate", "up")},
+    **{f"layers.0.mlp.experts.{k}.down_proj.weight": [64, 48] for k in range(3)},
+}  # fmt: skip
+ADDED = {"qwen3_5": _MTP | _MTP_DENSE, "qwen3_5_moe": _MTP | _MTP_MOE}
+# Options of the converter.
+OPTIONS = {"qwen3_next": ["--no-mtp"]}
 
 
 def config_of(name):
@@ -222,10 +279,15 @@ def config_of(name):
         with safeload.open(f"{folder}/model.safetensors") as file:
             shapes = {name: list(tensor.shape) for name, tensor in file.tensors.items()}
         saved = json.loads((Path(folder) / "config.json").read_text())
-    return saved, shapes
+    if name == "qwen3_5_moe":  # experts are published as transformers holds them, those of the added layer one by one
+        shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+        for layer in range(2):
+            experts = f"model.layers.{layer}.mlp.experts."
+            shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
+    return saved, shapes | {f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}
 
 
-def reference(converter, folder, path):
+def reference(converter, folder, path, options=()):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another."""
     pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
     source = Path(converter) / "conversion" / "base.py"
@@ -242,6 +304,7 @@ def reference(converter, folder, path):
         str(path),
         "--outtype",
         "f32",
+        *options,
     ]
     env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
     subprocess.run(command, check=True, capture_output=True, env=env)
@@ -263,7 +326,7 @@ def main(converter, names):
         entry = {"config": config, "tokenizer": MODELS[name][2], "tensors": shapes}
         with tempfile.TemporaryDirectory() as folder:
             source = llama_models.write_folder(Path(folder) / name, entry)
-            reference(converter, source, Path(folder) / "reference.gguf")
+            reference(converter, source, Path(folder) / "reference.gguf", OPTIONS.get(name, ()))
             entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
         entries[name] = entry
     lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
