@@ -464,7 +464,8 @@ def check_gguf(
         if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
             kind = "bias" if name.endswith(".bias") else "vector"
             findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
-    sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *form.required, *_MORE_SIZES)]
+    required = [key for key in form.required if not form.keys[key].types[0].startswith("array")]
+    sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *required, *_MORE_SIZES)]
     array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
     if array is not None:
         findings.append(find("gguf.unchecked:layers", key=array))

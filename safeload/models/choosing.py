@@ -18,6 +18,8 @@ from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
+# The end of classes whose language model is inside, in a config of its own.
+_WITH_INNER = "ForConditionalGeneration"
 # Maximum length of a class name, because matching takes quadratic time.
 _CLASS_LENGTH = 200
 # A nested object with any of these keys is the config of a model.
@@ -93,6 +95,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
         yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
         return  # a model of models, see `choose_inner`
+    listed = [text for text in listed if not str(text).endswith(_WITH_INNER)]
     stems = {_stem(architecture) for architecture in listed} - {None}
     yield from ((family, False) for family in known if any(_stem(text) in stems for text in family.architectures))
 

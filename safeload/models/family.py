@@ -8,7 +8,7 @@ A file is named after its family, and says of it what is needed to check, conver
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
   removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
-  fields and an absent ``gguf`` are not inherited.
+  fields, those of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
@@ -18,7 +18,9 @@ A file is named after its family, and says of it what is needed to check, conver
 
 The fields of ``gguf``:
 
-- ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower.
+- ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower. The
+  ``model_type`` of the language model inside them chooses the family: one of this architecture, or else any.
+  ``text_type``: that of the language model, if it has another class of its own.
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason.
@@ -39,13 +41,17 @@ The fields of ``gguf``:
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
+- ``nested``: values that the config of a language model inside another config can lack, because older versions of
+  transformers left out what equals the class's defaults there.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
-  ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
+- ``supports``: expressions by the config key that messages name; llama.cpp has no model with 0 in a layer.
+- ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
   ``value``, for each of the ``each_layer`` layers an item of ``values``.
-- ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``others``: items of ``layer_types`` for other layers without a sliding window.
+- ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others
+  in ``layer_types``; or ``ignored``, true if llama.cpp attends to all positions. ``others``: items of ``layer_types``
+  for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
@@ -72,6 +78,8 @@ from .schema import Schema, language_of, listed_in
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
 _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
+# Fields of ``gguf`` that a family does not inherit.
+_OWN_GGUF = {"classes", "nested", "text_type"}
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 _Content = Mapping[str, Any]
@@ -141,6 +149,7 @@ class GgufLayout(NamedTuple):
     part: tuple[int, int] | None = None  # number of the part of the rows of each expert, and of the parts
     interleaved: bool = False  # rows of the parts alternate
     transposed: bool = False  # the published matrix of each expert is transposed
+    inputs: str | None = None  # expression of its columns: a matrix that has them is not transposed
     row: bool = False  # the published tensor has an axis of size 1 more
 
     @property
@@ -185,8 +194,11 @@ class GgufForm:
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
+        self.text_type: str = content.get("text_type", self.model_type)
+        self.supports: Mapping[str, str] = content.get("supports", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
+        self.windowed: str = content["windows"].get("kind", "sliding_attention")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
@@ -196,6 +208,7 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
+        self.nested: Mapping[str, Any] = content.get("nested", {})
 
     @property
     def embedding(self) -> str:
@@ -297,7 +310,7 @@ class FamilyFile:
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
         self.in_gguf = "gguf" in own
         # Otherwise llama.cpp runs it as the family that it is like.
-        self.names_architecture = self.in_gguf and "architecture" in own["gguf"]
+        self.names_architecture = self.in_gguf and "architecture" in own["gguf"] and "chosen_by" not in own["gguf"]
 
     @cached_property
     def schema(self) -> Schema:
@@ -324,6 +337,8 @@ def _merged(name: str) -> _Content:
         return own
     inherited = _merged(own["like"])
     base = {key: value for key, value in inherited.items() if key not in _OWN or (key == "gguf" and key in own)}
+    if "gguf" in base:
+        base["gguf"] = {key: value for key, value in base["gguf"].items() if key not in _OWN_GGUF}
     return _over(base, own)
 
 
@@ -416,10 +431,16 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
         return None, None
     known, inner = _forms_by_class(), language_of(config)
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
+    model_type = inner.get("model_type")
     for name in named:
         if name in known:
-            return name, known[name]
-    model_type = inner.get("model_type")
+            own = known[name]
+            nested = inner is not config and name in listed_in(config)
+            of_type = [
+                each for each in gguf_forms().values() if nested and model_type in (*each.model_types, each.text_type)
+            ]
+            of_type.sort(key=lambda each: each.architecture != own.architecture)
+            return name, (*of_type, own)[0]
     if named or not isinstance(model_type, str):
         return (named[-1] if named else None), None
     form = next((form for form in gguf_forms().values() if model_type in form.model_types), None)

@@ -48,6 +48,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.forking import cached_property
@@ -125,10 +126,13 @@ def listed_in(config: Mapping[str, Any] | None) -> list[Any]:
     return listed[:MAX_LISTED] if isinstance(listed, list) else []
 
 
-def language_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model of a multi-modal model, over the keys of the whole model."""
+def language_of(config: Mapping[str, Any], usual: Mapping[str, Any] = MappingProxyType({})) -> Mapping[str, Any]:
+    """Return the config of the language model of a multi-modal model, over the keys of the whole model.
+
+    ``usual`` has the values of keys that the config of the language model lacks.
+    """
     inner = next((value for key in LANGUAGE if isinstance(value := config.get(key), Mapping)), None)
-    return config if inner is None else {**config, **inner}
+    return config if inner is None else {**config, **usual, **inner}
 
 
 class Config:

@@ -28,6 +28,11 @@ def listed():
     return json.loads((DATA / "models.json").read_text(encoding="utf-8"))
 
 
+def plain():
+    """The models without a tower."""
+    return {name: model for name, model in listed().items() if "vision_config" not in model["config"]}
+
+
 def texts():
     """50 texts for tokenizers."""
     return json.loads((DATA / "texts.json").read_text(encoding="utf-8"))

@@ -16,6 +16,8 @@ CASES = {case: one for family in FAMILIES.values() for case, one in family.items
 # Tensors that transformers writes, but that good files of others lack: poolers that nothing uses, a tied bias, norms
 # that came with a later BitNet.
 OPTIONAL = ("pooler.dense.", "cls.predictions.decoder.bias", "ffn_sub_norm.", "attn_sub_norm.")
+# Models that are published with transposed experts, which transformers 5 saves as it has them.
+TRANSPOSED = "Qwen3VLMoe"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -24,9 +26,10 @@ def test_names_and_shapes_are_those_that_transformers_writes(case):
     choice = choosing.choose(config, "safetensors", shapes.keys())
     assert choice.complete
     wanted = choice.schema.expand(config, shapes.keys())
-    assert {name: one.shape for name, one in wanted.items() if name in shapes} == {
-        name: tuple(shape) for name, shape in shapes.items()
-    }
+    found = {name: one.shape for name, one in wanted.items() if name in shapes}
+    if case.startswith(TRANSPOSED):
+        found = {name: tuple(a or b for a, b in zip(shape, shapes[name], strict=True)) for name, shape in found.items()}
+    assert found == {name: tuple(shape) for name, shape in shapes.items()}
     required = {name for name, one in wanted.items() if one.required}
     assert required <= shapes.keys()
     assert all(any(text in name for text in OPTIONAL) for name in shapes.keys() - required)

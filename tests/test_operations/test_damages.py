@@ -70,12 +70,13 @@ def gguf_model(name):
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
     form = families.gguf_architectures()[name]
     sizes |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-    sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32}
+    sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32, "interleave_moe_layer_step": 1}
     metadata = {f"{name}.{key}": np.uint32(value) for key, value in sizes.items()}
     tokens = [chr(33 + k) for k in range(40)]
     metadata |= {
         "general.architecture": name,
         **{f"{name}.{key}": np.float32(1e-6) for key in form.keys if key.endswith("_epsilon")},
+        **{f"{name}.{key}": np.int32([2, 3, 3, 0]) for key in form.keys if key == "rope.dimension_sections"},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": ["! #"],

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 pytest.importorskip("tokenizers")
 
-MODELS = llama_models.listed()
+MODELS = llama_models.plain()
 
 
 @pytest.fixture

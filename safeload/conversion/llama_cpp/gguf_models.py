@@ -70,6 +70,8 @@ _TOWER_PARTS = (
     *("pre_mm_projector_norm", "image_newline", "view_seperator", "patch_embed", "patch_merger.", "patch_merge_mlp."),
     "model.connector.",
 )
+# Keys of their configs, which older versions of transformers have beside the keys of the language model.
+_TOWER_CONFIGS = ("vision_config", "audio_config")
 # Tensors with values that the config has.
 _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MOST_SHOWN = 3
@@ -184,15 +186,17 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         config = {**without_quantization(kept), "architectures": [name]}
         inner = language_of(config)
         if inner is not config:  # a model of text and images, whose language model is in the file
-            if not form.class_name.endswith("ForCausalLM"):
-                text = f"the file has the language model of {name}, which has no class of its own in transformers"
-                raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
-            kinds = {"architectures": [form.class_name], "model_type": form.model_type}
+            text_form = _text_form(catalog, form, name, inner.get("model_type"), "ForCausalLM")
+            kinds = {"architectures": [text_form.class_name], "model_type": text_form.model_type}
             config = {key: value for key, value in inner.items() if not isinstance(value, Mapping) or "rope" in key}
             config |= kinds
+        elif _has_towers(config):
+            _text_form(catalog, form, name, None, "ForCausalLM")
     else:
         form, experts = form_of(catalog), SINGLE
+        text_form = _text_form(catalog, form, architecture, form.text_type)
         config, notes = config_of(catalog, form)
+        config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
     recipes = published_recipes(catalog, ModelConfig(config, catalog.title, form), form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     rows = next(iter(shapes.get("token_embd.weight", ())), 0)
@@ -205,6 +209,20 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     return result
 
 
+def _has_towers(config: Mapping[str, Any]) -> bool:
+    """Return True for a model of text and images or sound."""
+    return language_of(config) is not config or any(key in config for key in _TOWER_CONFIGS)
+
+
+def _text_form(catalog: Catalog, form: GgufForm, name: str | None, model_type: Any, end: str = "") -> GgufForm:
+    """Return the family of a language model without its towers, whose class has a head and the given end."""
+    form = gguf_form({"model_type": model_type})[1] or form
+    if not form.class_name.endswith(end) or form.class_name.endswith("TextModel"):
+        text = f"the file has the language model of {name}, which has no class of its own in transformers"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
+    return form
+
+
 # ---- the layout of tensors, both ways, by the table of the model's family ----
 
 
@@ -213,7 +231,8 @@ def llama_cpp_recipes(
 ) -> tuple[dict[str, TensorRecipe], str | None]:
     """Return the recipes of a file in the order of their first source, and how the model stores experts."""
     stored_by_name = _language_names(catalog, config, form)
-    tied = config.values.get("tie_word_embeddings", form.usually_tied)
+    outer = (catalog.config or {}).get("tie_word_embeddings")
+    tied = True if outer is True else config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and _HEAD in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
@@ -285,7 +304,7 @@ def _original_name(name: str, config: ModelConfig, form: GgufForm) -> str:
 
 def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
     """Return the stored names of the tensors of the language model by those in the family's table."""
-    multimodal = language_of(catalog.config or {}) is not catalog.config
+    multimodal = _has_towers(catalog.config or {})
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
     for name, stored in stored_names(catalog, catalog.title).items():
@@ -318,6 +337,8 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
     """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
     shape = tuple(catalog.about(name).shape)
+    if layout.inputs is not None and shape[-1:] == (config.integer(layout.inputs),):
+        layout = layout._replace(transposed=False)
     if layout.of_experts(target):
         axes, (_, parts) = 2 if target.endswith(".bias") else 3, layout.part or (0, 1)
         if layout.part is None and (len(shape) != axes or shape[0] > MAX_EXPERTS):

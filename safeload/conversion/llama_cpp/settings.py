@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,11 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "proportional": set(),
     "dynamic": {"factor"},
 }
-_ROPE_ALIASES = {"su": "longrope"}
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: _CONTEXTS[0]}
+_HIGH = (4.0, 1.0)  # the second in Llama 4
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": _HIGH[0], _ORIGINAL: _CONTEXTS[0]}
 # Keys of special tokens, with the words of llama.cpp's.
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
@@ -76,7 +77,7 @@ class ModelConfig:
     """The values of a ``config.json``, checked as they are read."""
 
     def __init__(self, values: Mapping[str, Any], title: str, form: GgufForm | None = None) -> None:
-        self.values = language_of(values)
+        self.values = language_of(values, form.nested if form is not None else {})
         self._title = title
         self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
         self._defaults = form.defaults if form is not None else {}
@@ -188,7 +189,7 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     if activation is not None and activation not in form.activations["values"]:
         raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
     for setting, allowed in form.assumes.items():
-        value = config.values.get(setting)
+        value = config.find((setting,))
         if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
             expected = " or ".join(show([] if item == () else item) for item in allowed)
             raise config.unsupported(
@@ -197,6 +198,10 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     for text, condition in form.needs.items():
         if not config.integer(condition):
             raise config.unsupported(text)
+    for setting, condition in form.supports.items():
+        layers = min(config.size("block_count"), MAX_LAYERS)
+        if not all(config.integer(condition, layer) for layer in range(layers)):
+            raise config.unsupported(f"{setting} is {show(config.find((setting,)))}, unlike in {form.architecture}")
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
@@ -265,9 +270,9 @@ def _query_scale(config: ModelConfig, form: GgufForm) -> int:
     return width // heads if config.size("block_count") == form.query_scale_by_width else config.head_dim
 
 
-def _kinds_of_layers(layers: int, full_every: int) -> list[str]:
+def _kinds_of_layers(layers: int, full_every: int, windowed: str) -> list[str]:
     """Return ``layer_types``, as llama.cpp takes every layer of this number for one without a sliding window."""
-    return ["sliding_attention" if k % full_every else "full_attention" for k in range(1, layers + 1)]
+    return [windowed if k % full_every else "full_attention" for k in range(1, layers + 1)]
 
 
 def _check_windows(config: ModelConfig, form: GgufForm) -> None:
@@ -277,7 +282,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
-        if kinds is not None and kinds != _kinds_of_layers(layers, every):
+        if kinds is not None and kinds != _kinds_of_layers(layers, every, form.windowed):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
@@ -408,8 +413,8 @@ class Rope:
         factor = self._number("factor", 8.0)
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
         original = self._number(_ORIGINAL, 8192)
-        if not (0 < low < high and factor > 0 and original > 0):
-            text = "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
+        if not (0 < low <= high and factor > 0 and original > 0):
+            text = "rope parameters of llama3 must have 0 < low_freq_factor <= high_freq_factor and factor > 0"
             raise self.config.fault(text)
         unit = np.float32(1)
         with np.errstate(all="ignore"):  # of values that are not chosen
@@ -417,7 +422,10 @@ class Rope:
             smooth = (np.float32(original) / lengths - np.float32(low)) / np.float32(high - low)
             between = unit / ((unit - smooth) / np.float32(factor) + smooth)
             factors: Array = np.where(lengths > original / low, np.float32(factor), between)
-        return np.where(lengths < original / high, unit, factors)
+        result = np.where(lengths < original / high, unit, factors)
+        if not np.isfinite(result).all():  # a length is at both bounds
+            raise self.config.fault("rope parameters of llama3 give a factor that is not finite")
+        return result
 
 
 # ---- the way back: the config of a file that another program wrote ----
@@ -459,16 +467,14 @@ def form_of(catalog: Catalog) -> GgufForm:
     """Return the family of a foreign file: chosen by a key of the file, or the usual family."""
     architecture = str(catalog.metadata[ARCHITECTURE])
     forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
-    chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
+    chosen = (form for form in forms if number_at(catalog, f"{architecture}.{form.chosen_by}"))
     return next(chosen, gguf_architectures()[architecture])
 
 
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    for name, key in (
-        (name, key) for name, key in form.keys.items() if key.config and not key.config[0].startswith("rope.")
-    ):
+    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in (U32, F32)):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):
             config[key.config[0]] = value
@@ -495,7 +501,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     if form.query_scale_by_width is not None:
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
-        config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every)
+        config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every, form.windowed)
     _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
     if form.ignores_windows and "sliding_window" not in config:
@@ -562,6 +568,8 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
     sections = catalog.metadata.get(f"{prefix}dimension_sections")
     if "mrope_section" in form.rope.parameters and isinstance(sections, np.ndarray) and sections.dtype.kind in "iu":
         rope["mrope_section"] = sections[:3].tolist()
+    for key in [key for key in config if key.startswith("rope.")]:
+        rope[key.removeprefix("rope.")] = config.pop(key)
     config["rope_parameters"] = rope
     if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
@@ -578,9 +586,10 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
 def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
     """Compare the settings of rotations with the tensors of the file."""
     rope = config["rope_parameters"]
-    for original in _CONTEXTS if rope.get("rope_type") == "llama3" else (None,):  # gemma3's is nested, and never this
-        if original is not None:
-            rope[_ORIGINAL] = original
+    unknown = product(_HIGH, _CONTEXTS) if rope.get("rope_type") == "llama3" else [None]  # gemma3's is nested, not this
+    for stated in unknown:
+        if stated is not None:
+            rope["high_freq_factor"], rope[_ORIGINAL] = stated
         _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
         if all(
             name in catalog

@@ -35,6 +35,7 @@ HEAD_DIM = {**GROUPED, "head_dim": 10}
 MOE = {**HEAD_DIM, "moe_intermediate_size": 14, "num_experts": 3, "num_experts_per_tok": 2}
 QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 18}
 QWEN2_MOE.pop("head_dim")
+LLAMA_4 = {**HEAD_DIM, "intermediate_size": 14, "intermediate_size_mlp": 40, "num_local_experts": 3}
 MLA = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -123,6 +124,18 @@ FAMILIES = {
         },
     ),
     "mistral": ("MistralConfig", {"": ([f"Mistral{head}" for head in HEADS], {**HEAD_DIM, **LABELS})}),
+    "ministral3": ("Ministral3Config", {"": ([f"Ministral3{head}" for head in HEADS], {**HEAD_DIM, **LABELS})}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "": (["Llama4ForCausalLM", "Llama4TextModel"], LLAMA_4),
+            "biases": (
+                ["Llama4ForCausalLM"],
+                {**LLAMA_4, "interleave_moe_layer_step": 2, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+            "listed": (["Llama4ForCausalLM"], {**LLAMA_4, "moe_layers": [0]}),
+        },
+    ),
     "qwen2": (
         "Qwen2Config",
         {
@@ -135,6 +148,22 @@ FAMILIES = {
         {
             "": ([f"Qwen3{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
             "biases": (["Qwen3ForCausalLM"], {**HEAD_DIM, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "qwen2_vl": ("Qwen2VLTextConfig", {"": (["Qwen2VLTextModel"], GROUPED)}),
+    "qwen2_5_vl": ("Qwen2_5_VLTextConfig", {"": (["Qwen2_5_VLTextModel"], GROUPED)}),
+    "qwen3_vl": (
+        "Qwen3VLTextConfig",
+        {
+            "": (["Qwen3VLTextModel"], HEAD_DIM),
+            "biases": (["Qwen3VLTextModel"], {**HEAD_DIM, "attention_bias": True}),
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeTextConfig",
+        {
+            "": (["Qwen3VLMoeTextModel"], MOE),
+            "dense layers": (["Qwen3VLMoeTextModel"], {**MOE, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
         },
     ),
     "gemma2": (

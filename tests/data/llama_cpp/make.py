@@ -138,6 +138,35 @@ _DELTA_NET = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6,
 }  # fmt: skip
 _DELTA_NET_MOE = {**_DELTA_NET, **{key: _QWEN_MOE[key] for key in _QWEN_MOE if "_expert" in key or "moe" in key}}
+# Models that are published with experts as [expert, in, out], which transformers 5 does not restore when it saves.
+_TRANSPOSED = ("qwen3_vl_moe",)
+# Towers of multi-modal models, as small as their classes allow; the converter leaves them out.
+_QWEN_TOWER = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
+_QWEN_TOWER_2 = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
+# In llama.cpp, pairs beyond three times a section do not rotate: every third pair belongs to it.
+_INTERLEAVED = {"head_dim": 32, "rope_parameters": {**_MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}}
+_CLIP_TOWER = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+_PIXTRAL_TOWER = {**_CLIP_TOWER, "model_type": "pixtral", "head_dim": 8}
+# As in Ministral 3, for shorter texts.
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 32,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+# As in Llama 4 Scout. llama.cpp aborts without a layer without rotations, which is every fourth.
+_LLAMA_4 = {
+    "num_hidden_layers": 4, "intermediate_size": 48, "intermediate_size_mlp": 96, "head_dim": 16,
+    "num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 
 MODELS = {
     "llama3": (
@@ -159,6 +188,61 @@ MODELS = {
         "pieces",
         {"head_dim": 24, "sliding_window": None},
     ),
+    "llava": (
+        transformers.LlavaForConditionalGeneration,
+        transformers.LlavaConfig,
+        "pieces",
+        {"text_config": {"model_type": "llama"}, "vision_config": _CLIP_TOWER, "tie_word_embeddings": False},
+    ),
+    "mistral3": (
+        transformers.Mistral3ForConditionalGeneration,
+        transformers.Mistral3Config,
+        "llama3",
+        {
+            "text_config": {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+            "vision_config": _PIXTRAL_TOWER,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3": (
+        transformers.Ministral3ForCausalLM,
+        transformers.Ministral3Config,
+        "llama3",
+        {
+            "head_dim": 24, "tie_word_embeddings": True, "pad_token_id": None, "rope_parameters": _YARN,
+        },
+    ),
+    "ministral3_images": (
+        transformers.Mistral3ForConditionalGeneration,
+        transformers.Mistral3Config,
+        "llama3",
+        {
+            "text_config": {"model_type": "ministral3", "pad_token_id": None, "rope_parameters": _YARN},
+            "vision_config": _PIXTRAL_TOWER,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llama4": (
+        transformers.Llama4ForCausalLM,
+        transformers.Llama4TextConfig,
+        "llama3",
+        {
+            **_LLAMA_4, "num_local_experts": 4, "interleave_moe_layer_step": 2, "tie_word_embeddings": False,
+        },
+    ),
+    "llama4_images": (
+        transformers.Llama4ForConditionalGeneration,
+        transformers.Llama4Config,
+        "llama3",
+        {
+            "text_config": _LLAMA_4,
+            "vision_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+                "image_size": 16, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+    ),
     "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, "pieces", _MIXTRAL),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, "qwen2", {"tie_word_embeddings": True}),
     "qwen2_moe": (transformers.Qwen2MoeForCausalLM, transformers.Qwen2MoeConfig, "qwen2", _QWEN_MOE),
@@ -168,6 +252,40 @@ MODELS = {
         transformers.Qwen3MoeConfig,
         "qwen2",
         {**_QWEN_MOE, "head_dim": 24, "norm_topk_prob": True},
+    ),
+    "qwen2_vl": (
+        transformers.Qwen2VLForConditionalGeneration,
+        transformers.Qwen2VLConfig,
+        "qwen2",
+        {"text_config": {"rope_parameters": _MROPE}, "vision_config": _QWEN_TOWER, "tie_word_embeddings": True},
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLForConditionalGeneration,
+        transformers.Qwen2_5_VLConfig,
+        "qwen2",
+        {"text_config": {"rope_parameters": _MROPE}, "vision_config": _QWEN_TOWER_2},
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLForConditionalGeneration,
+        transformers.Qwen3VLConfig,
+        "qwen2",
+        {
+            "text_config": _INTERLEAVED,
+            "vision_config": {**_QWEN_TOWER_2, "deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeForConditionalGeneration,
+        transformers.Qwen3VLMoeConfig,
+        "qwen2",
+        {
+            "text_config": {
+                **_INTERLEAVED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                "norm_topk_prob": True,
+            },
+            "vision_config": {**_QWEN_TOWER_2, "deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+        },
     ),
     "gemma": (transformers.GemmaForCausalLM, transformers.GemmaConfig, "gemma", {"head_dim": 24}),
     "gemma2": (
@@ -272,8 +390,11 @@ OPTIONS = {"qwen3_next": ["--no-mtp"]}
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings = MODELS[name]
-    size = TOKENIZERS[tokenizer][1]
-    config = config_class(**{**_SIZES, "vocab_size": size, "bos_token_id": None, "eos_token_id": None, **settings})
+    usual = {**_SIZES, "vocab_size": TOKENIZERS[tokenizer][1], "bos_token_id": None, "eos_token_id": None}
+    if "text_config" in settings:
+        config = config_class(**{**settings, "text_config": {**usual, **settings["text_config"]}})
+    else:
+        config = config_class(**{**usual, **settings})
     with tempfile.TemporaryDirectory() as folder:
         model_class(config).to(torch.bfloat16).save_pretrained(folder)
         with safeload.open(f"{folder}/model.safetensors") as file:
@@ -285,6 +406,10 @@ def config_of(name):
             experts = f"model.layers.{layer}.mlp.experts."
             shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
     return saved, shapes | {f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}
+    for tensor in shapes:
+        if name in _TRANSPOSED and ".mlp.experts." in tensor:
+            shapes[tensor][1:] = shapes[tensor][:0:-1]
+    return saved, shapes
 
 
 def reference(converter, folder, path, options=()):
