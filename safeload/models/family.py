@@ -16,6 +16,8 @@ A file is named after its family, and says of it what is needed to check, conver
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
 
+A file without ``architectures`` is a variant: another ``gguf`` of the family that it is like, for the configs ``when``.
+
 The fields of ``gguf``:
 
 - ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower.
@@ -23,6 +25,7 @@ The fields of ``gguf``:
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
+  ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
@@ -40,7 +43,8 @@ The fields of ``gguf``:
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
+  attends to all positions. ``kinds``: words of ``layer_types`` for other layers, which the family's keys have.
+  ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
 
@@ -51,17 +55,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import Schema, language_of, listed_in
+from .schema import Config, ConfigError, Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -179,10 +186,12 @@ class GgufForm:
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
+        self.kinds = ("full_attention", *content["windows"].get("kinds", ()))  # of layers without a window
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
         self.chosen_by: str | None = content.get("chosen_by")
+        self.when: str | None = content.get("when")
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
@@ -230,12 +239,17 @@ class GgufForm:
                 result.setdefault(source, []).append((name, layout))
         return result
 
-    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, int]:
-        """Return the integers of a file's metadata under the names of its schema."""
+    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
+        """Return the integers of a file's metadata, and lists by layer, under the names of its schema."""
         values = ((key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys)
+        sizes: dict[str, Any]
         sizes = {key: int(value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
         if tokens is not None:
             sizes["vocab_size"] = tokens
+        for key, fields in self.keys.items():
+            values_by_layer = metadata.get(f"{self.architecture}.{key}")
+            if fields.each_layer is not None and isinstance(values_by_layer, np.ndarray):
+                sizes[key.replace(".", "_")] = values_by_layer.tolist()
         # Some files have the projections of q, k and v in a single matrix.
         sizes["attn_qkv"] = int(any(name.endswith(".attn_qkv.weight") for name in names))
         return sizes
@@ -248,7 +262,13 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    kept = (
+        "_norm.weight",
+        "ffn_gate_inp.weight",
+        "ffn_gate_inp_shexp.weight",
+        "conv1d.weight",
+        "shortconv.conv.weight",
+    )
     return name.endswith(kept) or not name.endswith(".weight")
 
 
@@ -278,7 +298,9 @@ class FamilyFile:
         self.model_types: tuple[str, ...] = own.get("model_types", ())
         self.formats: tuple[str, ...] = own.get("formats", ())
         self.keys: tuple[str, ...] = own.get("keys", ())
-        self.has_schema = own.get("tensors", "like" in own or None) is not None
+        # A variant has classes, types and schema of the family that it is like.
+        self.variant_of: str | None = own["like"] if "when" in own.get("gguf", {}) else None
+        self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
         self.in_engines: bool = own.get("engines", False)
         self.in_mlx = "mlx" in own
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
@@ -294,7 +316,8 @@ class FamilyFile:
     @cached_property
     def gguf(self) -> GgufForm:
         """The tensors and keys in llama.cpp, if it has the family."""
-        return GgufForm(_merged(self.name), self.architectures[0], self.model_types)
+        base = self if self.variant_of is None else family_files()[self.variant_of]
+        return GgufForm(_merged(self.name), base.architectures[0], base.model_types)
 
 
 @cache
@@ -386,7 +409,25 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
     """Return the families that llama.cpp has, by the class that stands for each."""
-    return {family.architectures[0]: family.gguf for family in family_files().values() if family.in_gguf}
+    return {
+        family.architectures[0]: family.gguf
+        for family in family_files().values()
+        if family.in_gguf and not family.variant_of
+    }
+
+
+@cache
+def _variants() -> list[GgufForm]:
+    return [family.gguf for family in family_files().values() if family.variant_of is not None]
+
+
+def _for_config(form: GgufForm, config: Mapping[str, Any]) -> GgufForm:
+    """Return the variant of a family that a config needs, or the family itself."""
+    for variant in _variants():
+        with suppress(ConfigError):  # if the config is faulty, the family says so
+            if variant.class_name == form.class_name and Config(config, variant.defaults).evaluate(variant.when or "0"):
+                return variant
+    return form
 
 
 @cache
@@ -405,12 +446,14 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
     for name in named:
         if name in known:
-            return name, known[name]
+            return name, _for_config(known[name], inner)
     model_type = inner.get("model_type")
     if named or not isinstance(model_type, str):
         return (named[-1] if named else None), None
     form = next((form for form in gguf_forms().values() if model_type in form.model_types), None)
-    return (f"model_type {show(model_type)}", None) if form is None else (form.class_name, form)
+    if form is None:
+        return f"model_type {show(model_type)}", None
+    return form.class_name, _for_config(form, inner)
 
 
 @cache

@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
+# Models whose kinds of layers, or other settings, only a config says.
+OWN_FILES_ONLY = ("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp")
 
 
 @pytest.fixture
@@ -61,7 +63,12 @@ def test_there_and_back_is_the_identity(name, tmp_path):
         assert (tmp_path / "back" / "tokenizer.model").exists()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OWN_FILES_ONLY)
+def test_a_foreign_file_without_the_settings_of_layers_is_refused(name, written):
+    refused(written(name), "safeload has not written this file, and .* does not say all settings of its layers")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OWN_FILES_ONLY])
 def test_a_foreign_file_becomes_the_same_file_again(name, written, tmp_path, caplog):
     path = written(name)
     safeload.convert(path, tmp_path / "back/", dtype="bfloat16")

@@ -29,7 +29,7 @@ from ...models.family import (
     without_numbers,
 )
 from ...models.module_names import stored_names
-from ...models.schema import MAX_EXPERTS, language_of
+from ...models.schema import MAX_EXPERTS, NUMBER, language_of
 from ...quant.quantization import without_quantization
 from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
@@ -261,12 +261,11 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
             left_out.setdefault("language model only", []).append(stored)
             continue
         for begin, (place, layer) in form.renames.items():
-            pattern, numbers = without_numbers(bare)
-            if pattern.startswith(begin):
-                own = int(numbers.pop(0)) if PLACE in begin else 0
-                bare = place + pattern[len(begin) :]
-                for number in (config.integer(layer) + own, *numbers) if PLACE in place else numbers:
-                    bare = bare.replace(PLACE, str(number), 1)
+            match = re.match(re.escape(begin).replace(re.escape(PLACE), f"({NUMBER})"), bare)
+            if match is not None:
+                own = int(match[1]) if PLACE in begin else 0
+                number = config.integer(layer) + own if PLACE in place else 0
+                bare = place.replace(PLACE, str(number)) + bare[match.end() :]
                 break
         reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
         if reason is not None:
@@ -350,6 +349,8 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if numbers:
+            full = _renamed(full, config, form)
         if layout.stack:
             for k in range(shape[0]):
                 recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
@@ -366,6 +367,15 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
                 catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
             )
     return recipes
+
+
+def _renamed(name: str, config: ModelConfig, form: GgufForm) -> str:
+    """Return the published name of a tensor in a layer for which `llama_cpp_recipes` takes another name."""
+    for begin, (place, layer) in form.renames.items():
+        match = re.match(re.escape(place).replace(re.escape(PLACE), f"({NUMBER})"), name)
+        if match is not None and PLACE in place and (own := int(match[1]) - config.integer(layer)) >= 0:
+            return begin.replace(PLACE, str(own)) + name[match.end() :]
+    return name
 
 
 def _joined(

@@ -164,9 +164,12 @@ class ModelConfig:
 
     def size(self, *keys: str) -> int:
         """Return the positive integer of the first key of llama.cpp for which the config has a value."""
-        for names in (self._keys[key].config for key in keys):
-            if (value := self.find(names)) is not None:
-                return self.positive(value, names[0])
+        for name, key in ((name, self._keys[name]) for name in keys):
+            value = self.find(key.config)
+            if value is None and key.value is not None and key.each_layer is None:
+                value = self.integer(key.value)
+            if value is not None:
+                return self.positive(value, (*key.config, name)[0])
         raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
 
     def positive(self, value: Any, name: str) -> int:
@@ -280,7 +283,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
         return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
-    slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
+    slides = usual if kinds is None else any(kind not in form.kinds for kind in kinds)
     if slides and form.ignores_windows:
         effect = f"texts longer than {show(window)} tokens give other results than transformers"
         warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
@@ -460,6 +463,9 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    if any(key.each_layer is not None for key in form.keys.values()):
+        text = f"safeload has not written this file, and {form.architecture} does not say all settings of its layers"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors")
     for name, key in ((name, key) for name, key in form.keys.items() if key.config):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):

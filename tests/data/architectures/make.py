@@ -52,6 +52,18 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+NEMOTRON_H = {
+    **HEAD_DIM,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+    "conv_kernel": 3,
+    "n_routed_experts": 3,
+    "moe_intermediate_size": 14,
+    "moe_shared_expert_intermediate_size": 18,
+}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -231,6 +243,14 @@ FAMILIES = {
                 ["GptOssForCausalLM"],
                 {**HEAD_DIM, "num_local_experts": 3, "attention_bias": False, "tie_word_embeddings": True},
             ),
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "": (["NemotronHForCausalLM", "NemotronHModel"], NEMOTRON_H),
+            "latent experts": (["NemotronHForCausalLM"], {**NEMOTRON_H, "moe_latent_size": 22, "use_conv_bias": False}),
+            "biases": (["NemotronHForCausalLM"], {**NEMOTRON_H, "mlp_bias": True, "use_bias": True}),
         },
     ),
     "bert": (
