@@ -168,6 +168,18 @@ HYBRIDS = [
     ("nemotron_h_moe", {"moe_latent_size": 16}, {}, "blk.1.ffn_latent_down.weight"),
     ("nemotron_h_mtp", {"num_nextn_predict_layers": 2}, {}, "num_nextn_predict_layers is 2"),
     ("nemotron_h_mtp", {"num_nextn_predict_layers": 0}, {}, "nemotron_h_moe has no tensor 'blk.3."),
+    ("lfm2", {"conv_bias": True}, {}, "conv_bias is True"),
+    ("lfm2", {"layer_types": ["conv", "sliding_attention"]}, {}, "sliding_window is None"),
+    ("lfm2", {"layer_types": ["conv"]}, {}, "layer_types must be a list of 2 items"),
+    ("lfm2", {"layer_types": "absent"}, {}, "llama.cpp needs 'blk.1.shortconv.conv.weight'"),
+    ("lfm2", {"block_multiple_of": 64}, {}, "'blk.0.ffn_.*' has the shape"),
+    ("lfm2", {"block_multiple_of": 0}, {}, "division by zero"),
+    ("lfm2", {"conv_L_cache": 4}, {}, "'blk.0.shortconv.conv.weight' has the shape"),
+    ("lfm2", {}, {"conv.in_proj.weight": None}, "llama.cpp needs 'blk.0.shortconv.in_proj.weight'"),
+    ("lfm2_moe", {"routed_scaling_factor": 2.0}, {}, "routed_scaling_factor is 2.0"),
+    ("lfm2_moe", {"use_expert_bias": False}, {}, "use_expert_bias is False"),
+    ("lfm2_moe", {"num_dense_layers": 2}, {}, "tensors are missing|has no tensor"),
+    ("lfm2_moe", {"num_experts": 3}, {}, "needs 3 experts"),
 ]
 
 

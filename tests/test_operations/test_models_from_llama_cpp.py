@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
 # Models whose kinds of layers, or other settings, only a config says.
-OWN_FILES_ONLY = ("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp")
+OWN_FILES_ONLY = ("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe")
 
 
 @pytest.fixture

@@ -64,6 +64,8 @@ NEMOTRON_H = {
     "moe_intermediate_size": 14,
     "moe_shared_expert_intermediate_size": 18,
 }
+LFM2 = {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+LFM2_MOE = {"num_dense_layers": 1, "num_experts": 3, "moe_intermediate_size": 14, "num_experts_per_tok": 2}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -252,6 +254,20 @@ FAMILIES = {
             "latent experts": (["NemotronHForCausalLM"], {**NEMOTRON_H, "moe_latent_size": 22, "use_conv_bias": False}),
             "biases": (["NemotronHForCausalLM"], {**NEMOTRON_H, "mlp_bias": True, "use_bias": True}),
         },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "": (["Lfm2ForCausalLM", "Lfm2Model"], {**LFM2, "block_multiple_of": 8}),
+            "biases": (
+                ["Lfm2ForCausalLM"],
+                {**LFM2, "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {"": (["Lfm2MoeForCausalLM", "Lfm2MoeModel"], {**LFM2, **LFM2_MOE})},
     ),
     "bert": (
         "BertConfig",

@@ -266,6 +266,24 @@ MODELS = {
         {},
         _NEMOTRON_H_MTP,
     ),
+    "lfm2": (
+        transformers.Lfm2ForCausalLM,
+        transformers.Lfm2Config,
+        "qwen2",
+        {
+            "intermediate_size": 130, "block_multiple_of": 32, "layer_types": ["conv", "full_attention"],
+            "pad_token_id": None,
+        },
+    ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeForCausalLM,
+        transformers.Lfm2MoeConfig,
+        "llama3",
+        {
+            "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "pad_token_id": None,
+        },
+    ),
 }  # fmt: skip
 
 
