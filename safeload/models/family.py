@@ -143,6 +143,7 @@ class GgufLayout(NamedTuple):
     interleaved: bool = False  # rows of the parts alternate
     transposed: bool = False  # the published matrix of each expert is transposed
     row: bool = False  # the published tensor has an axis of size 1 more
+    when: str | None = None  # an expression over the config; the published tensor goes elsewhere if it is 0
 
     @property
     def rearranges(self) -> bool:
@@ -459,8 +460,9 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    named = (family.gguf for family in family_files().values() if family.names_architecture)
-    return {form.architecture: form for form in named}
+    named = [family for family in family_files().values() if family.names_architecture]
+    named.sort(key=lambda family: not family.variant_of)  # a family goes before the variant of another
+    return {family.gguf.architecture: family.gguf for family in named}
 
 
 # ---- for users ----

@@ -180,6 +180,14 @@ HYBRIDS = [
     ("lfm2_moe", {"use_expert_bias": False}, {}, "use_expert_bias is False"),
     ("lfm2_moe", {"num_dense_layers": 2}, {}, "tensors are missing|has no tensor"),
     ("lfm2_moe", {"num_experts": 3}, {}, "needs 3 experts"),
+    ("granite_hybrid", {"position_embedding_type": "rope"}, {}, "position_embedding_type is 'rope'"),
+    ("granite_hybrid", {"mamba_expand": 4}, {}, "mamba_expand is 4"),
+    ("granite_hybrid", {"shared_intermediate_size": 90}, {}, "'blk.0.ffn_.*' has the shape"),
+    ("granite_hybrid", {"shared_intermediate_size": 900}, {}, "rows or columns, from which"),
+    ("granite_hybrid", {"layer_types": ["mamba", "mamba"]}, {}, "llama.cpp needs 'blk.1.ssm_in.weight'"),
+    ("granite_hybrid_moe", {"num_local_experts": 5}, {}, "'blk.0.ffn_.*' has the shape"),
+    ("granite_hybrid_moe", {}, {"shared_mlp.output_linear.weight": None}, "needs 'blk.0.ffn_down_shexp.weight'"),
+    ("granite_hybrid_dense", {"position_embedding_type": "nope"}, {}, "position_embedding_type is 'nope'"),
 ]
 
 

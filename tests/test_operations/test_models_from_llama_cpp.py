@@ -15,7 +15,10 @@ pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
 # Models whose kinds of layers, or other settings, only a config says.
-OWN_FILES_ONLY = ("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe")
+OWN_FILES_ONLY = (
+    *("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe"),
+    *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense"),
+)
 
 
 @pytest.fixture

@@ -226,6 +226,8 @@ def llama_cpp_recipes(
         placed = False
         for place, layout in form.targets.get(pattern, ()):
             target = place.replace(PLACE, numbers[0]) if numbers else place
+            if layout.when is not None and not config.integer(layout.when):
+                continue
             if layout.stack and int(numbers[1]) < MAX_EXPERTS:
                 recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
                 experts.setdefault(target, {})[int(numbers[1])] = recipe

@@ -66,6 +66,18 @@ NEMOTRON_H = {
 }
 LFM2 = {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
 LFM2_MOE = {"num_dense_layers": 1, "num_experts": 3, "moe_intermediate_size": 14, "num_experts_per_tok": 2}
+GRANITE_HYBRID = {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 18,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_d_conv": 3,
+}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -268,6 +280,20 @@ FAMILIES = {
     "lfm2_moe": (
         "Lfm2MoeConfig",
         {"": (["Lfm2MoeForCausalLM", "Lfm2MoeModel"], {**LFM2, **LFM2_MOE})},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "": (["GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"], GRANITE_HYBRID),
+            "no experts": (
+                ["GraniteMoeHybridForCausalLM"],
+                {**GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True, "mamba_conv_bias": False},
+            ),
+            "biases": (
+                ["GraniteMoeHybridForCausalLM"],
+                {**GRANITE_HYBRID, "attention_bias": True, "mamba_proj_bias": True},
+            ),
+        },
     ),
     "bert": (
         "BertConfig",

@@ -139,6 +139,11 @@ _NEMOTRON_H_EXPERTS = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
     "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+_GRANITE = {
+    "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 4.0,
+}  # fmt: skip
 _ATTENTION_24 = {"q": [96, 64], "k": [48, 64], "v": [48, 64], "o": [64, 96]}
 # The layers for multi-token prediction of Nemotron 3 Super, which transformers ignores; names are from llama.cpp's
 # conversion/nemotron.py and shapes from its src/models/nemotron-h.cpp.
@@ -283,6 +288,30 @@ MODELS = {
             "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "pad_token_id": None,
         },
+    ),
+    "granite_hybrid": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {**_GRANITE, "shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0},
+        {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"},
+    ),
+    "granite_hybrid_moe": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {**_GRANITE, "tie_word_embeddings": True},
+        {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"},
+    ),
+    "granite_hybrid_dense": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {
+            **_GRANITE, "shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope",
+        },
+        {"layer_types": ["attention"] * 2},
     ),
 }  # fmt: skip
 
