@@ -25,7 +25,8 @@ The fields of ``gguf``:
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
-  ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
+  ``when``, in a variant: an expression over the config, not 0 for the models of the variant. ``says_all``: false if
+  no config can be made from the keys of a file.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
@@ -39,7 +40,7 @@ The fields of ``gguf``:
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
-  Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
+  Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
@@ -137,6 +138,7 @@ class GgufLayout(NamedTuple):
     items: str | None = None  # expression of the number of matrices that the rows are
     shape: tuple[str, ...] | None = None  # expressions; None for that of the source
     function: str | None = None  # "negative_exp": -exp(x), of each value
+    times: tuple[Mapping[str, str], ...] = ()  # factors: "key" of the config, and "begin" and "end" of its rows
     add: float = 0.0  # to each value
     stack: bool = False  # the published tensor is one of the experts
     part: tuple[int, int] | None = None  # number of the part of the rows of each expert, and of the parts
@@ -193,6 +195,7 @@ class GgufForm:
         self.restores: tuple[str, ...] = content.get("restores", ())
         self.chosen_by: str | None = content.get("chosen_by")
         self.when: str | None = content.get("when")
+        self.says_all: bool = content.get("says_all", True)
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)

@@ -187,6 +187,14 @@ HYBRIDS = [
     ("granite_hybrid", {"layer_types": ["mamba", "mamba"]}, {}, "llama.cpp needs 'blk.1.ssm_in.weight'"),
     ("granite_hybrid_moe", {"num_local_experts": 5}, {}, "'blk.0.ffn_.*' has the shape"),
     ("granite_hybrid_moe", {}, {"shared_mlp.output_linear.weight": None}, "needs 'blk.0.ffn_down_shexp.weight'"),
+    ("falcon_h1", {"tie_word_embeddings": True}, {}, "tie_word_embeddings is True"),
+    ("falcon_h1", {"mlp_multipliers": [1.5]}, {}, "mlp_multipliers.1 must be a number, got None"),
+    ("falcon_h1", {"key_multiplier": "1"}, {}, "key_multiplier must be a number"),
+    ("falcon_h1", {"key_multiplier": 0.0}, {}, "key_multiplier is 0.0"),
+    ("falcon_h1", {"mamba_d_head": "auto"}, {}, "'mamba_d_head' in config.json is 'auto', expected an integer"),
+    ("falcon_h1", {"mamba_d_ssm": 80}, {}, "'blk.0.ssm_.*' has the shape"),
+    ("falcon_h1", {}, {"feed_forward.up_proj.bias": (96,)}, "has no such tensor"),
+    ("falcon_h1_norm", {"mamba_norm_before_gate": True}, {}, "'model.layers.0.mamba.norm.weight': .* no such tensor"),
     ("granite_hybrid_dense", {"position_embedding_type": "nope"}, {}, "position_embedding_type is 'nope'"),
 ]
 

@@ -17,7 +17,7 @@ MODELS = llama_models.listed()
 # Models whose kinds of layers, or other settings, only a config says.
 OWN_FILES_ONLY = (
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe"),
-    *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense"),
+    *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense", "falcon_h1", "falcon_h1_norm"),
 )
 
 
@@ -51,7 +51,8 @@ def json_of(path):
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_is_the_identity(name, tmp_path):
     source = llama_models.write_folder(tmp_path / name, MODELS[name])
-    safeload.convert(source, tmp_path / "x.gguf")
+    # Matrices that llama.cpp stores multiplied are rounded in a file of bfloat16.
+    safeload.convert(source, tmp_path / "x.gguf", dtype="float32" if name == "falcon_h1" else None)
     safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", dtype="bfloat16")
     before, after = safeload.load(source), safeload.load(tmp_path / "back")
     assert before.keys() == after.keys()

@@ -333,7 +333,8 @@ def _arrangement(
         if math.prod(final) != math.prod(inner):
             raise error_about(FormatError, f"{list(shape)} cannot be {list(final)}", tensor=name)
         inner = final
-    arrangement = Arrangement(row_places, column_places, items, layout.transposed, layout.function, layout.add)
+    factors = config.factors(layout.times, inner[0]) if layout.times and inner else ()
+    arrangement = Arrangement(row_places, column_places, items, layout.transposed, factors, layout.function, layout.add)
     ordered = row_places is None and column_places is None and not (layout.transposed or arrangement.computes)
     return None if ordered else arrangement, inner
 

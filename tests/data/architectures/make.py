@@ -78,6 +78,15 @@ GRANITE_HYBRID = {
     "mamba_d_state": 7,
     "mamba_d_conv": 3,
 }
+FALCON_H1 = {
+    **HEAD_DIM,
+    "mamba_d_ssm": 30,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 5,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_d_conv": 3,
+}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -292,6 +301,24 @@ FAMILIES = {
             "biases": (
                 ["GraniteMoeHybridForCausalLM"],
                 {**GRANITE_HYBRID, "attention_bias": True, "mamba_proj_bias": True},
+            ),
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "": (["FalconH1ForCausalLM", "FalconH1Model"], FALCON_H1),
+            "biases": (
+                ["FalconH1ForCausalLM"],
+                {
+                    **FALCON_H1,
+                    "attention_bias": True,
+                    "mlp_bias": True,
+                    "projectors_bias": True,
+                    "mamba_proj_bias": True,
+                    "mamba_rms_norm": True,
+                    "tie_word_embeddings": True,
+                },
             ),
         },
     ),

@@ -313,6 +313,28 @@ MODELS = {
         },
         {"layer_types": ["attention"] * 2},
     ),
+    "falcon_h1": (
+        transformers.FalconH1ForCausalLM,
+        transformers.FalconH1Config,
+        "qwen2",
+        {
+            "head_dim": 24, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16,
+            "mamba_n_groups": 2, "pad_token_id": None, "embedding_multiplier": 5.656854249492381,
+            "lm_head_multiplier": 0.0390625, "key_multiplier": 0.39, "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9375, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.2357,
+            "mlp_multipliers": [0.8838834764831844, 0.5859375],
+            "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.7],
+        },
+    ),
+    "falcon_h1_norm": (
+        transformers.FalconH1ForCausalLM,
+        transformers.FalconH1Config,
+        "qwen2",
+        {
+            "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16,
+            "pad_token_id": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_hidden_layers": 1,
+        },
+    ),
 }  # fmt: skip
 
 
