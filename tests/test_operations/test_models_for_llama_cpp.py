@@ -194,6 +194,13 @@ HYBRIDS = [
     ("falcon_h1", {"mamba_d_head": "auto"}, {}, "'mamba_d_head' in config.json is 'auto', expected an integer"),
     ("falcon_h1", {"mamba_d_ssm": 80}, {}, "'blk.0.ssm_.*' has the shape"),
     ("falcon_h1", {}, {"feed_forward.up_proj.bias": (96,)}, "has no such tensor"),
+    ("mamba", {"expand": 4}, {}, "expand is 4"),
+    ("mamba", {"use_bias": True}, {}, "use_bias is True"),
+    ("mamba", {"time_step_rank": 3}, {}, "'blk.0.ssm_.*' has the shape"),
+    ("mamba", {}, {"mixer.conv1d.bias": None}, "llama.cpp needs 'blk.0.ssm_conv1d.bias'"),
+    ("mamba2", {"head_dim": 0}, {}, "division by zero"),
+    ("mamba2", {"n_groups": 3}, {}, "cannot be .3, 42."),
+    ("mamba2", {"n_groups": "absent"}, {}, "n_groups is missing"),
     ("falcon_h1_norm", {"mamba_norm_before_gate": True}, {}, "'model.layers.0.mamba.norm.weight': .* no such tensor"),
     ("granite_hybrid_dense", {"position_embedding_type": "nope"}, {}, "position_embedding_type is 'nope'"),
 ]

@@ -18,6 +18,7 @@ MODELS = llama_models.listed()
 OWN_FILES_ONLY = (
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense", "falcon_h1", "falcon_h1_norm"),
+    *("mamba", "mamba2"),
 )
 
 

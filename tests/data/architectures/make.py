@@ -87,6 +87,8 @@ FALCON_H1 = {
     "mamba_d_state": 7,
     "mamba_d_conv": 3,
 }
+MAMBA = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 7, "conv_kernel": 3}
+MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -319,6 +321,26 @@ FAMILIES = {
                     "mamba_rms_norm": True,
                     "tie_word_embeddings": True,
                 },
+            ),
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        {
+            "": (["MambaForCausalLM", "MambaModel"], MAMBA),
+            "biases": (
+                ["MambaForCausalLM"],
+                {**MAMBA, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "": (["Mamba2ForCausalLM", "Mamba2Model"], MAMBA2),
+            "biases": (
+                ["Mamba2ForCausalLM"],
+                {**MAMBA2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
             ),
         },
     ),

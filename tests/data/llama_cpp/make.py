@@ -335,6 +335,21 @@ MODELS = {
             "pad_token_id": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_hidden_layers": 1,
         },
     ),
+    "mamba": (
+        transformers.MambaForCausalLM,
+        transformers.MambaConfig,
+        "qwen2",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "state_size": 4, "pad_token_id": None},
+    ),
+    "mamba2": (
+        transformers.Mamba2ForCausalLM,
+        transformers.Mamba2Config,
+        "qwen2",
+        {
+            "vocab_size": 416, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "pad_token_id": None,
+            "intermediate_size": 128, "tie_word_embeddings": False,
+        },
+    ),
 }  # fmt: skip
 
 
