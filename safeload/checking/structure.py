@@ -466,7 +466,8 @@ def check_gguf(
             findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
     required = [key for key in form.required if not form.keys[key].types[0].startswith("array")]
     sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *required, *_MORE_SIZES)]
-    array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
+    by_layer = {f"{architecture}.{name}" for name, key in form.keys.items() if key.each_layer is not None}
+    array = next((key for key in sizes if key not in by_layer and isinstance(metadata.get(key), np.ndarray)), None)
     if array is not None:
         findings.append(find("gguf.unchecked:layers", key=array))
     if array is not None or any(key in sizes for key, _ in faults):
@@ -479,7 +480,7 @@ def check_gguf(
 def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
     form = rows.gguf_architectures()[architecture]
-    epsilons = [key for key in form.keys if key.endswith("_epsilon")]
+    epsilons = [name for name, key in form.keys.items() if name.endswith("_epsilon") and not key.optional]
     required = [f"{architecture}.{key}" for key in ("context_length", *epsilons, *rows.SIZES, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]

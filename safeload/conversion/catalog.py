@@ -543,6 +543,7 @@ class Arrangement(NamedTuple):
     columns: Array | None = None  # likewise
     shape: tuple[int, ...] | None = None  # of these, before axes are swapped; None for that of the other tensor
     transposed: bool = False  # the last two axes are swapped
+    factors: tuple[tuple[int, int, float], ...] = ()  # of the rows from one to another, one after the other in float32
     function: str | None = None  # a key of `_FUNCTIONS`: what is computed of each value
     shift: float = 0.0  # then added to each value in float32
     inverse: bool = False  # this tensor becomes a part of the other one
@@ -550,7 +551,7 @@ class Arrangement(NamedTuple):
     @property
     def computes(self) -> bool:
         """True if values change."""
-        return self.function is not None or self.shift != 0
+        return self.function is not None or self.shift != 0 or bool(self.factors)
 
     def fill(self, out: Array, array: Array, row: dtypes.Dtype, threads: int | None) -> None:
         """Fill ``out`` with the values of ``array``, which are float32 if they change."""
@@ -579,6 +580,11 @@ class Arrangement(NamedTuple):
     def _computed(self, array: Array, row: dtypes.Dtype, threads: int | None) -> Array:
         if not self.computes:
             return array
+        if self.factors:
+            array = array.copy()
+            for begin, end, factor in self.factors[:: -1 if self.inverse else 1]:
+                rows, step = array[begin:end], np.float32(factor)
+                (np.divide if self.inverse else np.multiply)(rows, step, out=rows)
         if self.function is not None and not self.inverse:
             array = _FUNCTIONS[self.function][0](array)
         array = array + np.float32(self.shift)
@@ -629,6 +635,11 @@ class TensorRecipe(NamedTuple):
     def computes(self) -> bool:
         """True if values change."""
         return any(move.arrangement is not None and move.arrangement.computes for move in self.moves)
+
+    @property
+    def scales(self) -> bool:
+        """True if values are multiplied and keep their dtype."""
+        return any(move.arrangement is not None and move.arrangement.factors for move in self.moves)
 
     @property
     def renamed(self) -> str | None:
@@ -694,11 +705,12 @@ class RestructuredCatalog(Catalog):
             about = sources[0]._replace(name=name)
         else:
             rows = {self._row(name, source) for source in sources}
-            row = rows.pop() if len(rows) == 1 and not recipe.computes and name not in self.kept_f32 else _F32
+            keeps = name not in self.kept_f32 and (recipe.scales or not recipe.computes)
+            row = rows.pop() if len(rows) == 1 and keeps else _F32
             row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
-        # Dequantized values are not rounded before they are quantized again.
-        work = _F32 if any(source.quantized for source in sources) else about.row
+        # Dequantized and computed values are not rounded before they are quantized.
+        work = _F32 if recipe.computes or any(source.quantized for source in sources) else about.row
 
         def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
             self.make(recipe, row, out, threads)

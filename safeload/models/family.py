@@ -16,6 +16,8 @@ A file is named after its family, and says of it what is needed to check, conver
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
 
+A file without ``architectures`` is a variant: another ``gguf`` of the family that it is like, for the configs ``when``.
+
 The fields of ``gguf``:
 
 - ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower. The
@@ -27,6 +29,8 @@ The fields of ``gguf``:
 - ``counted``: numbers in expressions over the config: one more than the highest layer number in the published names
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
+  ``when``, in a variant: an expression over the config, not 0 for the models of the variant. ``says_all``: false if
+  no config can be made from the keys of a file.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
@@ -40,7 +44,7 @@ The fields of ``gguf``:
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
-  Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
+  Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``.
 - ``nested``: values that the config of a language model inside another config can lack, because older versions of
   transformers left out what equals the class's defaults there.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
@@ -63,17 +67,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import Schema, language_of, listed_in
+from .schema import Config, ConfigError, Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -144,6 +151,7 @@ class GgufLayout(NamedTuple):
     items: str | None = None  # expression of the number of matrices that the rows are
     shape: tuple[str, ...] | None = None  # expressions; None for that of the source
     function: str | None = None  # "negative_exp": -exp(x), of each value
+    times: tuple[Mapping[str, str], ...] = ()  # factors: "key" of the config, and "begin" and "end" of its rows
     add: float = 0.0  # to each value
     stack: bool = False  # the published tensor is one of the experts
     part: tuple[int, int] | None = None  # number of the part of the rows of each expert, and of the parts
@@ -151,6 +159,7 @@ class GgufLayout(NamedTuple):
     transposed: bool = False  # the published matrix of each expert is transposed
     inputs: str | None = None  # expression of its columns: a matrix that has them is not transposed
     row: bool = False  # the published tensor has an axis of size 1 more
+    when: str | None = None  # an expression over the config; the published tensor goes elsewhere if it is 0
 
     @property
     def rearranges(self) -> bool:
@@ -205,6 +214,8 @@ class GgufForm:
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
         self.chosen_by: str | None = content.get("chosen_by")
+        self.when: str | None = content.get("when")
+        self.says_all: bool = content.get("says_all", True)
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
@@ -254,14 +265,17 @@ class GgufForm:
         return result
 
     def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
-        """Return the integers and lists of bools in a file's metadata under the names of its schema."""
+        """Return the integers of a file's metadata, and lists by layer, under the names of its schema."""
         values: list[tuple[str, Any]]
         values = [(key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys]
         integers = [(key, value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)]
         sizes: dict[str, Any] = {key: int(value) for key, value in integers}
-        sizes |= {key: value.tolist() for key, value in values if str(getattr(value, "dtype", "")) == "bool"}
         if tokens is not None:
             sizes["vocab_size"] = tokens
+        for key, fields in self.keys.items():
+            values_by_layer = metadata.get(f"{self.architecture}.{key}")
+            if fields.each_layer is not None and isinstance(values_by_layer, np.ndarray):
+                sizes[key.replace(".", "_")] = values_by_layer.tolist()
         # Some files have the projections of q, k and v in a single matrix.
         sizes["attn_qkv"] = int(any(name.endswith(".attn_qkv.weight") for name in names))
         return sizes
@@ -274,7 +288,13 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+    kept = (
+        "_norm.weight",
+        "ffn_gate_inp.weight",
+        "ffn_gate_inp_shexp.weight",
+        "conv1d.weight",
+        "shortconv.conv.weight",
+    )
     return name.endswith(kept) or not name.endswith(".weight")
 
 
@@ -304,7 +324,9 @@ class FamilyFile:
         self.model_types: tuple[str, ...] = own.get("model_types", ())
         self.formats: tuple[str, ...] = own.get("formats", ())
         self.keys: tuple[str, ...] = own.get("keys", ())
-        self.has_schema = own.get("tensors", "like" in own or None) is not None
+        # A variant has classes, types and schema of the family that it is like.
+        self.variant_of: str | None = own["like"] if "when" in own.get("gguf", {}) else None
+        self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
         self.in_engines: bool = own.get("engines", False)
         self.in_mlx = "mlx" in own
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
@@ -320,7 +342,8 @@ class FamilyFile:
     @cached_property
     def gguf(self) -> GgufForm:
         """The tensors and keys in llama.cpp, if it has the family."""
-        return GgufForm(_merged(self.name), self.architectures[0], self.model_types)
+        base = self if self.variant_of is None else family_files()[self.variant_of]
+        return GgufForm(_merged(self.name), base.architectures[0], base.model_types)
 
 
 @cache
@@ -414,7 +437,25 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
     """Return the families that llama.cpp has, by the class that stands for each."""
-    return {family.architectures[0]: family.gguf for family in family_files().values() if family.in_gguf}
+    return {
+        family.architectures[0]: family.gguf
+        for family in family_files().values()
+        if family.in_gguf and not family.variant_of
+    }
+
+
+@cache
+def _variants() -> list[GgufForm]:
+    return [family.gguf for family in family_files().values() if family.variant_of is not None]
+
+
+def _for_config(form: GgufForm, config: Mapping[str, Any]) -> GgufForm:
+    """Return the variant of a family that a config needs, or the family itself."""
+    for variant in _variants():
+        with suppress(ConfigError):  # if the config is faulty, the family says so
+            if variant.class_name == form.class_name and Config(config, variant.defaults).evaluate(variant.when or "0"):
+                return variant
+    return form
 
 
 @cache
@@ -440,18 +481,21 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
                 each for each in gguf_forms().values() if nested and model_type in (*each.model_types, each.text_type)
             ]
             of_type.sort(key=lambda each: each.architecture != own.architecture)
-            return name, (*of_type, own)[0]
+            return name, _for_config((*of_type, own)[0], inner)
     if named or not isinstance(model_type, str):
         return (named[-1] if named else None), None
     form = next((form for form in gguf_forms().values() if model_type in form.model_types), None)
-    return (f"model_type {show(model_type)}", None) if form is None else (form.class_name, form)
+    if form is None:
+        return f"model_type {show(model_type)}", None
+    return form.class_name, _for_config(form, inner)
 
 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    named = (family.gguf for family in family_files().values() if family.names_architecture)
-    return {form.architecture: form for form in named}
+    named = [family for family in family_files().values() if family.names_architecture]
+    named.sort(key=lambda family: not family.variant_of)  # a family goes before the variant of another
+    return {family.gguf.architecture: family.gguf for family in named}
 
 
 # ---- for users ----

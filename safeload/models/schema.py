@@ -8,8 +8,8 @@ They are fields of a family's file, see `safeload.models.family`::
 - ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
   The first number of a name must be its layer number. ``{prefix}`` is the item of ``prefixes`` with the most matching
   names.
-- A shape is a list of expressions over config keys, with "?" for any size; null means any shape. A size with a final
-  "?" can be any size if the config lacks a key of the expression, or if the value is negative.
+- A shape is a list of expressions over config keys and ``layer``, with "?" for any size; null means any shape. A size
+  with a final "?" can be any size if the config lacks a key of the expression, or if the value is negative.
 - ``defaults``: a number or an expression for each key that the config can omit or set to null.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
 - ``optional``: the tensor can be absent. ``when``: an expression, in which ``layer`` is the layer number; the tensor
@@ -28,9 +28,9 @@ Expressions give integers, and have:
 - ``== > >= <= and or not``, with the result 1 or 0;
 - ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
 - ``item(key, 1)``: item 1 of a list; a single number stands for every item;
-- ``contains(key, 3)``: 1 if a list contains the number;
+- ``contains(key, 3)``: 1 if a list contains the number; ``contains(key, 'full')``: if a list or a string has the word;
 - ``starts(key, gated)``: 1 if a string starts with the word;
-- ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word;
+- ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word, which can be ``'*'`` too;
 - ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
 
 The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
@@ -201,7 +201,9 @@ class Config:
     def _function(self, node: Any, layer: int | None) -> int:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
         value = self.value(key, layer)
-        other: Any = _word(argument) if function == "starts" else self._run(argument, layer)
+        word = function == "starts" or (isinstance(argument, ast.Constant) and isinstance(argument.value, str))
+        counted = function == "len" and value is not None  # then the number is not needed
+        other: Any = _word(argument) if word else 0 if counted else self._run(argument, layer)
         listed, result, expected = isinstance(value, (list, tuple)), None, "a number"
         if value is None and function not in ("item", "times"):
             return int(other) if function == "len" else 0
@@ -212,6 +214,7 @@ class Config:
             result = item if isinstance(item, int) else None
             expected = f"an integer, or a list of integers with item {other}"
         elif function == "contains":
+            listed = listed or (word and isinstance(value, str))
             result = other in value if listed and len(value) <= _ITEMS else None
             expected = f"a list of at most {_ITEMS} items"
         elif function == "kind":
@@ -373,11 +376,12 @@ class Schema:
         def holds(condition: str | None, layer: int | None) -> bool:
             return condition is None or keys.evaluate(condition, layer) != 0
 
-        def size_of(text: str) -> int | None:
+        def size_of(text: str, layer: int | None) -> int | None:
             bare = text.removesuffix(ANY)
-            if bare != text and (not bare or any(keys.value(name) is None for name in names_in(bare))):
+            names = [name for name in names_in(bare) if name != LAYER_NUMBER]
+            if bare != text and (not bare or any(keys.value(name) is None for name in names)):
                 return None
-            value = keys.evaluate(bare)
+            value = keys.evaluate(bare, layer)
             if value < 0 and bare == text:
                 raise ConfigError(f"the size {text} must be >= 0, got {value}")
             return value if value >= 0 else None
@@ -404,13 +408,18 @@ class Schema:
                 raise ConfigError(f"{texts}: a model can have at most {MAX_TENSORS:,} tensors")
             if not layers:
                 continue
-            shape = None if entry.shape is None else tuple(map(size_of, entry.shape))
+            varies = any(LAYER_NUMBER in names_in(text) for text in entry.shape or ())
+            shapes = {
+                layer: None if entry.shape is None else tuple(size_of(text, layer) for text in entry.shape)
+                for layer in (layers if varies else layers[:1])
+            }
             tied = entry.tied.replace(PREFIX, prefix) if entry.tied and holds(entry.tied_when, None) else None
             spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
             stack = spellings[0][0] if slots else ""
             for layer, number in product(layers, range(inner)):
                 spelled = [_spell(parts, layer, number) for parts in spellings]
                 name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
+                shape = shapes[layer if varies else layers[0]]
                 expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
         if self.more_layers is None:
             return expected

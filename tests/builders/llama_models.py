@@ -75,5 +75,18 @@ def described(path):
         tensors = {}
         for name in file:
             array = np.ascontiguousarray(file[name])
-            tensors[name] = [str(array.dtype), list(array.shape), digest(array.tobytes())]
+            content = array.view(np.int32).ravel().tolist() if name.endswith("ssm_a") else digest(array.tobytes())
+            tensors[name] = [str(array.dtype), list(array.shape), content]
     return {"metadata": metadata, "tensors": tensors}
+
+
+def without_last_bits(tensors, reference):
+    """Described tensors, with the values of a reference where these differ by 1 ulp: torch's exp is not exact."""
+
+    def same(name, content):
+        expected = reference[name][2] if name in reference else None
+        close = isinstance(content, list) and isinstance(expected, list) and len(content) == len(expected)
+        close = close and all(abs(a - b) <= 1 for a, b in zip(content, expected, strict=True))
+        return expected if close else content
+
+    return {name: [*about, same(name, content)] for name, (*about, content) in tensors.items()}

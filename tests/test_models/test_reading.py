@@ -29,6 +29,7 @@ GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "counted", "needs", "computed", "nested", "supports", "text_type"),
+    *("when", "says_all"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -64,12 +65,14 @@ def keys_below(node):
         operands = [node.operand]
     elif isinstance(node, ast.Call):
         assert node.func.id in FUNCTIONS
-        key, *numbers, argument = node.args
+        *arguments, last = node.args
+        key = arguments[0]
         assert isinstance(key, (ast.Name, ast.Attribute))
-        assert len(numbers) == (node.func.id == "kind")
-        word = node.func.id in ("starts", "kind")
-        assert isinstance(argument, ast.Name) or not word
-        operands = [key, *numbers] if word else [key, argument]
+        assert len(arguments) == 1 + (node.func.id == "kind")
+        text = isinstance(last, ast.Constant) and isinstance(last.value, str)
+        word = node.func.id in ("starts", "kind") or (node.func.id == "contains" and text)
+        assert isinstance(last, ast.Name) or text or not word
+        operands = arguments if word else [key, last]
     else:
         assert type(node.value) is int, ast.unparse(node)
     for operand in operands:
@@ -111,21 +114,23 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     for entry in own.get("tensors", {}).values():
         assert entry.keys() <= ENTRY_FIELDS | {"from"}
     keys = form.keys
-    assert sum(key.endswith("_epsilon") for key in keys) == 1
+    assert sum(name.endswith("_epsilon") and not key.optional for name, key in keys.items()) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
     assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
     sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()
-    assert sizes <= {key.replace(".", "_") for key in keys} | {"attn_qkv", "vocab_size", *form.schema.defaults}
+    named = {key.replace(".", "_") for key in keys} | {"attn_qkv", "vocab_size", "layer"}
+    assert sizes <= named | form.schema.defaults.keys()
     for target, sources in form.layouts.items():
         for source, layout in sources.items():
             assert source.count("{}") == target.count("{}") + layout.stack
             assert {*layout.heads} <= keys.keys()
     published = families.family_files()[name]
     if published.has_schema:  # every tensor of the schema has a place, or is one that llama.cpp computes
-        names = {entry.name.replace("{prefix}", "model.") for entry in published.schema.entries if not entry.optional}
+        prefix = published.schema.prefixes[0]
+        names = {entry.name.replace("{prefix}", prefix) for entry in published.schema.entries if not entry.optional}
         names = {re.sub(r"\{[a-z]+\}", "{}", text) for text in names if not text.startswith(("score.", "qa_outputs."))}
         missing = {text for text in names if text not in form.targets and not text.endswith(".bias")}
         dense = {f"model.layers.{{}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
@@ -150,10 +155,9 @@ def test_a_schema_is_well_formed(name):
             assert not re.search(r"[0-9}]\{|\}[0-9]", bare), "two numbers side by side"
         sizes = [size.removesuffix("?") for size in entry.shape or () if size != "?"]
         for size in sizes:
-            assert "layer" not in keys_of(size)
             assert names_in(size) == keys_of(size)
         if "{" not in entry.name.removeprefix("{prefix}"):
-            assert entry.when is None or "layer" not in keys_of(entry.when)
+            assert all("layer" not in keys_of(text) for text in (*sizes, entry.when) if text)
         texts += [*sizes, entry.when, entry.tied_when]
         assert entry.tied is None or any(entry.tied == other.name for other in schema.entries)
     for text in filter(None, texts):

@@ -29,7 +29,7 @@ from ...models.family import (
     without_numbers,
 )
 from ...models.module_names import stored_names
-from ...models.schema import MAX_EXPERTS, language_of
+from ...models.schema import MAX_EXPERTS, NUMBER, language_of
 from ...quant.quantization import without_quantization
 from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
@@ -245,6 +245,8 @@ def llama_cpp_recipes(
         placed = False
         for place, layout in form.targets.get(pattern, ()):
             target = place.replace(PLACE, numbers[0]) if numbers else place
+            if layout.when is not None and not config.integer(layout.when):
+                continue
             if layout.stack and int(numbers[1]) < MAX_EXPERTS:
                 recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
                 experts.setdefault(target, {})[int(numbers[1])] = recipe
@@ -288,20 +290,6 @@ def _counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
     return counts
 
 
-def _original_name(name: str, config: ModelConfig, form: GgufForm) -> str:
-    """Return the name that `_language_names` renames to that of an added layer."""
-    pattern, numbers = without_numbers(name)
-    for begin, (place, layer) in form.renames.items():
-        if PLACE in place and pattern.startswith(place) and (first := config.integer(layer)) > 0:
-            own = int(numbers[0]) - first
-            if own >= 0 and (own == 0 or PLACE in begin):
-                name = begin + pattern[len(place) :]
-                for number in ([str(own)] if PLACE in begin else []) + numbers[1:]:
-                    name = name.replace(PLACE, number, 1)
-                break
-    return name
-
-
 def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
     """Return the stored names of the tensors of the language model by those in the family's table."""
     multimodal = _has_towers(catalog.config or {})
@@ -313,12 +301,11 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
             left_out.setdefault("language model only", []).append(stored)
             continue
         for begin, (place, layer) in form.renames.items():
-            pattern, numbers = without_numbers(bare)
-            if pattern.startswith(begin):
-                own = int(numbers.pop(0)) if PLACE in begin else 0
-                bare = place + pattern[len(begin) :]
-                for number in (config.integer(layer) + own, *numbers) if PLACE in place else numbers:
-                    bare = bare.replace(PLACE, str(number), 1)
+            match = re.match(re.escape(begin).replace(re.escape(PLACE), f"({NUMBER})"), bare)
+            if match is not None:
+                own = int(match[1]) if PLACE in begin else 0
+                number = config.integer(layer) + own if PLACE in place else 0
+                bare = place.replace(PLACE, str(number)) + bare[match.end() :]
                 break
         reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
         if reason is not None:
@@ -386,7 +373,8 @@ def _arrangement(
         if math.prod(final) != math.prod(inner):
             raise error_about(FormatError, f"{list(shape)} cannot be {list(final)}", tensor=name)
         inner = final
-    arrangement = Arrangement(row_places, column_places, items, layout.transposed, layout.function, layout.add)
+    factors = config.factors(layout.times, inner[0]) if layout.times and inner else ()
+    arrangement = Arrangement(row_places, column_places, items, layout.transposed, factors, layout.function, layout.add)
     ordered = row_places is None and column_places is None and not (layout.transposed or arrangement.computes)
     return None if ordered else arrangement, inner
 
@@ -405,6 +393,8 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if numbers:
+            full = _renamed(full, config, form)
         if layout.stack:
             for k in range(shape[0]):
                 recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
@@ -420,7 +410,19 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
             recipes[full] = _joined(
                 catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
             )
-    return {_original_name(name, config, form): recipe for name, recipe in recipes.items()}
+    return recipes
+
+
+def _renamed(name: str, config: ModelConfig, form: GgufForm) -> str:
+    """Return the published name of a tensor in a layer for which `llama_cpp_recipes` takes another name."""
+    for begin, (place, layer) in form.renames.items():
+        match = re.match(re.escape(place).replace(re.escape(PLACE), f"({NUMBER})"), name)
+        if match is None or PLACE not in place or (first := config.integer(layer)) == 0:
+            continue
+        own = int(match[1]) - first
+        if own == 0 or (own > 0 and PLACE in begin):
+            return begin.replace(PLACE, str(own)) + name[match.end() :]
+    return name
 
 
 def _joined(

@@ -164,11 +164,30 @@ class ModelConfig:
             raise self.fault(f"{name} must be a number, got {show(value)}")
         return float(value)
 
+    def factors(self, steps: Iterable[Mapping[str, str]], rows: int) -> tuple[tuple[int, int, float], ...]:
+        """Return ranges of rows and their factors, without those of 1; ``a.0`` is item 0 of the list a."""
+        result = []
+        for step in steps:
+            name, _, item = step["key"].partition(".")
+            value = self.values.get(name)
+            if item and value is not None:
+                value = value[int(item)] if isinstance(value, list) and int(item) < len(value) else None
+                value = self.number(value, step["key"])
+            begin, end = self.integer(step.get("begin", "0")), self.integer(step.get("end", str(rows)))
+            if (factor := 1.0 if value is None else self.number(value, name)) != 1:
+                if factor == 0:
+                    raise self.unsupported(f"{name} is {show(self.values[name])}")
+                result.append((begin, end, factor))
+        return tuple(result)
+
     def size(self, *keys: str) -> int:
         """Return the positive integer of the first key of llama.cpp for which the config has a value."""
-        for names in (self._keys[key].config for key in keys):
-            if (value := self.find(names)) is not None:
-                return self.positive(value, names[0])
+        for name, key in ((name, self._keys[name]) for name in keys):
+            value = self.find(key.config)
+            if value is None and key.value is not None and key.each_layer is None:
+                value = self.integer(key.value)
+            if value is not None:
+                return self.positive(value, (*key.config, name)[0])
         raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
 
     def positive(self, value: Any, name: str) -> int:
@@ -474,6 +493,9 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    if not form.says_all:
+        text = f"safeload has not written this file, and {form.architecture} does not say all settings of its layers"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors")
     for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in (U32, F32)):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):

@@ -53,6 +53,43 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+NEMOTRON_H = {
+    **HEAD_DIM,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 7,
+    "conv_kernel": 3,
+    "n_routed_experts": 3,
+    "moe_intermediate_size": 14,
+    "moe_shared_expert_intermediate_size": 18,
+}
+LFM2 = {**GROUPED, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+LFM2_MOE = {"num_dense_layers": 1, "num_experts": 3, "moe_intermediate_size": 14, "num_experts_per_tok": 2}
+GRANITE_HYBRID = {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 18,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_d_conv": 3,
+}
+FALCON_H1 = {
+    **HEAD_DIM,
+    "mamba_d_ssm": 30,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 5,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_d_conv": 3,
+}
+MAMBA = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 7, "conv_kernel": 3}
+MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -289,6 +326,80 @@ FAMILIES = {
             "no biases": (
                 ["GptOssForCausalLM"],
                 {**HEAD_DIM, "num_local_experts": 3, "attention_bias": False, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "": (["NemotronHForCausalLM", "NemotronHModel"], NEMOTRON_H),
+            "latent experts": (["NemotronHForCausalLM"], {**NEMOTRON_H, "moe_latent_size": 22, "use_conv_bias": False}),
+            "biases": (["NemotronHForCausalLM"], {**NEMOTRON_H, "mlp_bias": True, "use_bias": True}),
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "": (["Lfm2ForCausalLM", "Lfm2Model"], {**LFM2, "block_multiple_of": 8}),
+            "biases": (
+                ["Lfm2ForCausalLM"],
+                {**LFM2, "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {"": (["Lfm2MoeForCausalLM", "Lfm2MoeModel"], {**LFM2, **LFM2_MOE})},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "": (["GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"], GRANITE_HYBRID),
+            "no experts": (
+                ["GraniteMoeHybridForCausalLM"],
+                {**GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True, "mamba_conv_bias": False},
+            ),
+            "biases": (
+                ["GraniteMoeHybridForCausalLM"],
+                {**GRANITE_HYBRID, "attention_bias": True, "mamba_proj_bias": True},
+            ),
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "": (["FalconH1ForCausalLM", "FalconH1Model"], FALCON_H1),
+            "biases": (
+                ["FalconH1ForCausalLM"],
+                {
+                    **FALCON_H1,
+                    "attention_bias": True,
+                    "mlp_bias": True,
+                    "projectors_bias": True,
+                    "mamba_proj_bias": True,
+                    "mamba_rms_norm": True,
+                    "tie_word_embeddings": True,
+                },
+            ),
+        },
+    ),
+    "mamba": (
+        "MambaConfig",
+        {
+            "": (["MambaForCausalLM", "MambaModel"], MAMBA),
+            "biases": (
+                ["MambaForCausalLM"],
+                {**MAMBA, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "": (["Mamba2ForCausalLM", "Mamba2Model"], MAMBA2),
+            "biases": (
+                ["Mamba2ForCausalLM"],
+                {**MAMBA2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
             ),
         },
     ),

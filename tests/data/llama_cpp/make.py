@@ -168,6 +168,37 @@ _LLAMA_4 = {
     },
 }  # fmt: skip
 
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+_NEMOTRON_H = {"head_dim": 24, "mlp_hidden_act": "relu2", "pad_token_id": None, **_MAMBA}
+_NEMOTRON_H_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
+    "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_GRANITE = {
+    "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "shared_intermediate_size": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2,
+    "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 4.0,
+}  # fmt: skip
+_ATTENTION_24 = {"q": [96, 64], "k": [48, 64], "v": [48, 64], "o": [64, 96]}
+# The layers for multi-token prediction of Nemotron 3 Super, which transformers ignores; names are from llama.cpp's
+# conversion/nemotron.py and shapes from its src/models/nemotron-h.cpp.
+_NEMOTRON_H_MTP = {
+    **{f"mtp.layers.0.{name}.weight": [64] for name in ("enorm", "hnorm", "norm")},
+    "mtp.layers.0.eh_proj.weight": [64, 128],
+    **{f"mtp.layers.0.mixer.{name}_proj.weight": shape for name, shape in _ATTENTION_24.items()},
+    **{f"mtp.layers.1.{name}.weight": [64] for name in ("norm", "final_layernorm")},
+    "mtp.layers.1.mixer.gate.weight": [4, 64],
+    "mtp.layers.1.mixer.gate.e_score_correction_bias": [4],
+    **{f"mtp.layers.1.mixer.experts.{k}.up_proj.weight": [48, 32] for k in range(4)},
+    **{f"mtp.layers.1.mixer.experts.{k}.down_proj.weight": [32, 48] for k in range(4)},
+    "mtp.layers.1.mixer.shared_experts.up_proj.weight": [80, 64],
+    "mtp.layers.1.mixer.shared_experts.down_proj.weight": [64, 80],
+    "mtp.layers.1.mixer.fc1_latent_proj.weight": [32, 64],
+    "mtp.layers.1.mixer.fc2_latent_proj.weight": [64, 32],
+}
+
+# Class of the model and of the config, tokenizer, arguments of the config; then, if published files differ from what
+# transformers writes, keys of their config (None for an absent key) and more tensors.
 MODELS = {
     "llama3": (
         transformers.LlamaForCausalLM,
@@ -361,6 +392,116 @@ MODELS = {
         "qwen2",
         {**_DELTA_NET_MOE, "layer_types": ["linear_attention", "full_attention"]},
     ),
+    "nemotron_h": (
+        transformers.NemotronHForCausalLM,
+        transformers.NemotronHConfig,
+        "qwen2",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        {
+            "hybrid_override_pattern": "M-*M", "num_hidden_layers": 4, "rms_norm_eps": 1e-5,
+            **dict.fromkeys(("layers_block_type", "mtp_layers_block_type", "moe_latent_size", "n_group", "topk_group")),
+            **dict.fromkeys(("n_routed_experts", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor")),
+            **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size")),
+            **dict.fromkeys(("moe_shared_expert_overlap", "num_nextn_predict_layers", "output_router_logits")),
+        },
+    ),
+    "nemotron_h_moe": (
+        transformers.NemotronHForCausalLM,
+        transformers.NemotronHConfig,
+        "qwen2",
+        {**_NEMOTRON_H, **_NEMOTRON_H_EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention"]},
+        {"hybrid_override_pattern": "ME*", "num_hidden_layers": 3, "layers_block_type": None, "norm_eps": 1e-5},
+    ),
+    "nemotron_h_mtp": (
+        transformers.NemotronHForCausalLM,
+        transformers.NemotronHConfig,
+        "qwen2",
+        {
+            **_NEMOTRON_H, **_NEMOTRON_H_EXPERTS, "moe_latent_size": 32, "num_nextn_predict_layers": 1,
+            "layers_block_type": ["full_attention", "moe", "linear_attention"],
+        },
+        {},
+        _NEMOTRON_H_MTP,
+    ),
+    "lfm2": (
+        transformers.Lfm2ForCausalLM,
+        transformers.Lfm2Config,
+        "qwen2",
+        {
+            "intermediate_size": 130, "block_multiple_of": 32, "layer_types": ["conv", "full_attention"],
+            "pad_token_id": None,
+        },
+    ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeForCausalLM,
+        transformers.Lfm2MoeConfig,
+        "llama3",
+        {
+            "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "pad_token_id": None,
+        },
+    ),
+    "granite_hybrid": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {**_GRANITE, "shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0},
+        {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"},
+    ),
+    "granite_hybrid_moe": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {**_GRANITE, "tie_word_embeddings": True},
+        {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"},
+    ),
+    "granite_hybrid_dense": (
+        transformers.GraniteMoeHybridForCausalLM,
+        transformers.GraniteMoeHybridConfig,
+        "qwen2",
+        {
+            **_GRANITE, "shared_intermediate_size": 96, "num_local_experts": 0, "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 2, "position_embedding_type": "rope",
+        },
+        {"layer_types": ["attention"] * 2},
+    ),
+    "falcon_h1": (
+        transformers.FalconH1ForCausalLM,
+        transformers.FalconH1Config,
+        "qwen2",
+        {
+            "head_dim": 24, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16,
+            "mamba_n_groups": 2, "pad_token_id": None, "embedding_multiplier": 5.656854249492381,
+            "lm_head_multiplier": 0.0390625, "key_multiplier": 0.39, "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9375, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.2357,
+            "mlp_multipliers": [0.8838834764831844, 0.5859375],
+            "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.7],
+        },
+    ),
+    "falcon_h1_norm": (
+        transformers.FalconH1ForCausalLM,
+        transformers.FalconH1Config,
+        "qwen2",
+        {
+            "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16,
+            "pad_token_id": None, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_hidden_layers": 1,
+        },
+    ),
+    "mamba": (
+        transformers.MambaForCausalLM,
+        transformers.MambaConfig,
+        "qwen2",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "state_size": 4, "pad_token_id": None},
+    ),
+    "mamba2": (
+        transformers.Mamba2ForCausalLM,
+        transformers.Mamba2Config,
+        "qwen2",
+        {
+            "vocab_size": 416, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "pad_token_id": None,
+            "intermediate_size": 128, "tie_word_embeddings": False,
+        },
+    ),
 }  # fmt: skip
 
 # Tensors for multi-token prediction, which published models have and transformers does not write: vLLM,
@@ -389,7 +530,7 @@ OPTIONS = {"qwen3_next": ["--no-mtp"]}
 
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
-    model_class, config_class, tokenizer, settings = MODELS[name]
+    model_class, config_class, tokenizer, settings, *published = MODELS[name]
     usual = {**_SIZES, "vocab_size": TOKENIZERS[tokenizer][1], "bos_token_id": None, "eos_token_id": None}
     if "text_config" in settings:
         config = config_class(**{**settings, "text_config": {**usual, **settings["text_config"]}})
@@ -405,15 +546,20 @@ def config_of(name):
         for layer in range(2):
             experts = f"model.layers.{layer}.mlp.experts."
             shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
-    return saved, shapes | {f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}
     for tensor in shapes:
         if name in _TRANSPOSED and ".mlp.experts." in tensor:
             shapes[tensor][1:] = shapes[tensor][:0:-1]
-    return saved, shapes
+    changes, more = [*published, {}, {}][:2]
+    saved = {key: value for key, value in {**saved, **changes}.items() if key not in changes or value is not None}
+    return saved, {**shapes, **more, **{f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}}
 
 
-def reference(converter, folder, path, options=()):
-    """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another."""
+def reference(converter, folder, path, options=(), *, raw=False):
+    """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another.
+
+    ``raw``: it reads the config as it is. Transformers 5 gives layers other names than published files and the
+    converter, which is made for 4.57, and adds the keys of experts to models without experts.
+    """
     pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
     source = Path(converter) / "conversion" / "base.py"
     code = source.read_text(encoding="utf-8")
@@ -421,6 +567,11 @@ def reference(converter, folder, path, options=()):
     if "SAFELOAD_PRE" not in code:
         patch = f'{marked}            res = __import__("os").environ.get("SAFELOAD_PRE")\n{marked}'
         source.write_text(code.replace(marked, patch, 1), encoding="utf-8")
+    code = source.read_text(encoding="utf-8")
+    loads = "AutoConfig.from_pretrained(dir_model, trust_remote_code=False).to_dict()\n"
+    if loads in code:
+        patch = f'json.load(open(dir_model / "config.json")) if "SAFELOAD_RAW" in os.environ else {loads[:-1]}  #\n'
+        source.write_text(code.replace(loads, patch, 1), encoding="utf-8")
     command = [
         sys.executable,
         f"{converter}/convert_hf_to_gguf.py",
@@ -432,6 +583,7 @@ def reference(converter, folder, path, options=()):
         *options,
     ]
     env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
+    env |= {"SAFELOAD_RAW": "1"} if raw else {}
     subprocess.run(command, check=True, capture_output=True, env=env)
 
 
@@ -451,7 +603,8 @@ def main(converter, names):
         entry = {"config": config, "tokenizer": MODELS[name][2], "tensors": shapes}
         with tempfile.TemporaryDirectory() as folder:
             source = llama_models.write_folder(Path(folder) / name, entry)
-            reference(converter, source, Path(folder) / "reference.gguf", OPTIONS.get(name, ()))
+            options, raw = OPTIONS.get(name, ()), len(MODELS[name]) > 4
+            reference(converter, source, Path(folder) / "reference.gguf", options, raw=raw)
             entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
         entries[name] = entry
     lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
