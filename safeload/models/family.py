@@ -25,9 +25,10 @@ The fields of ``gguf``:
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
-  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
-  with ``each_layer``, the number of layers, it is an array. ``when``: an expression, 0 for a key that is not written.
-  ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is filled up with zeros.
+  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family,
+  while ``config`` is for the way back; with ``each_layer``, the number of layers, it is an array. ``when``: an
+  expression, 0 for a key that is not written. ``values``: what is written for each text. ``times``: a factor.
+  ``size``: of a list that is filled up with zeros.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
@@ -41,8 +42,9 @@ The fields of ``gguf``:
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
-- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``biased``: the config key
+  that is true if q, k and v have a bias, by default ``attention_bias``.
+- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -150,11 +152,13 @@ class GgufLayout(NamedTuple):
 class GgufRope(NamedTuple):
     """Rotary embeddings."""
 
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # none for a model without rotations
     base: float = USUAL_BASE  # of a config without a base
     unless: float | None = None  # the base that is not written
-    # Number of rotated elements to write: "head" for all of a head, "partial", "keys" for that in the family's keys.
+    # Number of rotated elements to write: "head" for all of a head, "share" for a part of it, "partial" for a part and
+    # the original context length, "keys" for that in the family's keys.
     dimensions: str | None = None
+    share: float = 1.0  # of a config without ``partial_rotary_factor``
     parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
 
@@ -186,12 +190,18 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
+        self.biased: str = content.get("biased", "attention_bias")
 
     @property
     def embedding(self) -> str:
         """The end of the published name of the embedding."""
         name: str = next(iter(self.layouts["token_embd.weight"]))
         return ".".join(name.split(".")[-2:])
+
+    @cached_property
+    def head(self) -> str:
+        """The published name of the head."""
+        return next(iter(self.layouts.get("output.weight", ())), "lm_head.weight")
 
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
@@ -248,7 +258,7 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight")
     return name.endswith(kept) or not name.endswith(".weight")
 
 

@@ -56,7 +56,6 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 SINGLE, FUSED = "single", "fused"
 
-_HEAD = "lm_head.weight"
 # Suffixes of buffers that llama.cpp computes itself.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 # Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
@@ -214,13 +213,13 @@ def llama_cpp_recipes(
     """Return the recipes of a file in the order of their first source, and how the model stores experts."""
     stored_by_name = _language_names(catalog, config, form)
     tied = config.values.get("tie_word_embeddings", form.usually_tied)
-    if form.tied and tied is not True and _HEAD in stored_by_name:
+    if form.tied and tied is not True and form.head in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
     experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
     unknown, fused = [], False
     for name, stored in stored_by_name.items():
-        if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
+        if name.endswith(_BUFFERS) or (name == form.head and form.tied):
             continue
         pattern, numbers = without_numbers(name)
         placed = False
@@ -237,12 +236,12 @@ def llama_cpp_recipes(
                 recipes[target] = whole
                 fused |= layout.part is not None
                 placed = True
-        if not placed:
+        if not placed and form.published.role(name) != "buffer":
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
-    if tied is not True and _HEAD not in stored_by_name and not form.tied and not config.headless:
+    if tied is not True and form.head not in stored_by_name and not form.tied and not config.headless:
         text = "is missing, and tie_word_embeddings is not true"
-        raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
+        raise error_about(FormatError, text, path=catalog.title, tensor=form.head)
     for target, members in experts.items():
         recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
     if experts and fused:

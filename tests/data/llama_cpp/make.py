@@ -66,6 +66,23 @@ def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400
     return tokenizer
 
 
+def _gpt2(folder):
+    """A vocabulary as GPT-2 has it: nothing but byte pairs, and a file without the type of the model."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    content = json.loads(tokenizer.to_str())
+    del content["model"]["type"]
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
+
+
 def save_byte_level(folder, tokenizer, *, bos=None):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -124,6 +141,7 @@ TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
     "pieces": (pieces, 453),
+    "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
 }
 
@@ -212,11 +230,23 @@ MODELS = {
 }  # fmt: skip
 
 
+_ENDS = {"bos_token_id": 320, "eos_token_id": 320}
+MODELS["gpt2"] = (transformers.GPT2LMHeadModel, transformers.GPT2Config, "gpt2", {**_ENDS, "n_ctx": 512})
+MODELS["gpt2_untied"] = (
+    transformers.GPT2LMHeadModel,
+    transformers.GPT2Config,
+    "gpt2",
+    {**_ENDS, "n_ctx": 512, "n_inner": 256, "tie_word_embeddings": False},
+)
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings = MODELS[name]
     size = TOKENIZERS[tokenizer][1]
-    config = config_class(**{**_SIZES, "vocab_size": size, "bos_token_id": None, "eos_token_id": None, **settings})
+    has = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
+    sizes = {key: value for key, value in _SIZES.items() if key in has}
+    config = config_class(**{**sizes, "vocab_size": size, "bos_token_id": None, "eos_token_id": None, **settings})
     with tempfile.TemporaryDirectory() as folder:
         model_class(config).to(torch.bfloat16).save_pretrained(folder)
         with safeload.open(f"{folder}/model.safetensors") as file:
@@ -227,7 +257,8 @@ def config_of(name):
 
 def reference(converter, folder, path):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another."""
-    pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
+    content = _text(folder / "tokenizer.json")
+    pre = "llama-bpe" if 'ignore_merges": true' in content else "qwen2" if '"Split"' in content else "gpt-2"
     source = Path(converter) / "conversion" / "base.py"
     code = source.read_text(encoding="utf-8")
     marked = "        if res is None:\n"
