@@ -42,9 +42,10 @@ The fields of ``gguf``:
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
-- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``biased``: the config key
-  that is true if q, k and v have a bias, by default ``attention_bias``.
-- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
+- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
+  config made from a file, by key: a tensor, the value without it and the value with it.
+- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token. ``tokens``: ids of special
+  tokens, by llama.cpp's word, whatever the tokenizer says.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -129,7 +130,7 @@ class GgufLayout(NamedTuple):
     heads: tuple[str, ...] = ()  # keys of the number of heads: the rows of each half of a head alternate
     rows: tuple[Mapping[str, Any], ...] = ()  # pieces of rows, the fields of `Piece`, in the order of llama.cpp
     columns: tuple[Mapping[str, Any], ...] = ()  # likewise
-    items: str | None = None  # expression of the number of matrices that the rows are
+    items: str | None = None  # expression of the number of matrices that the rows are, or that are stacked
     shape: tuple[str, ...] | None = None  # expressions; None for that of the source
     function: str | None = None  # "negative_exp": -exp(x), of each value
     add: float = 0.0  # to each value
@@ -188,9 +189,10 @@ class GgufForm:
         self.restores: tuple[str, ...] = content.get("restores", ())
         self.chosen_by: str | None = content.get("chosen_by")
         self.adds_space: bool = content.get("add_space_prefix", True)
+        self.tokens: Mapping[str, int] = content.get("tokens", {})
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
-        self.biased: str = content.get("biased", "attention_bias")
+        self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})
 
     @property
     def embedding(self) -> str:

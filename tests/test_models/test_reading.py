@@ -28,7 +28,7 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
-    *("biased", "classes", "left_out", "renames"),
+    *("classes", "left_out", "renames", "shown_by", "tokens"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -124,7 +124,13 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
             assert {*layout.heads} <= keys.keys()
     published = families.family_files()[name]
     if published.has_schema:  # every tensor of the schema has a place, or is one that llama.cpp computes
-        entries = [entry for entry in published.schema.entries if entry.when not in form.assumes and not entry.optional]
+        assumed = Config({key: values[0] for key, values in form.assumes.items()}, published.schema.defaults)
+        entries = [entry for entry in published.schema.entries if not entry.optional]
+        entries = [
+            entry
+            for entry in entries
+            if not form.assumes.keys() & names_in(entry.when or "") or assumed.evaluate(entry.when)
+        ]
         entries = [
             entry for entry in entries if any(fnmatchcase(form.class_name, k) for k in entry.architectures or "*")
         ]

@@ -243,7 +243,9 @@ def llama_cpp_recipes(
         text = "is missing, and tie_word_embeddings is not true"
         raise error_about(FormatError, text, path=catalog.title, tensor=form.head)
     for target, members in experts.items():
-        recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
+        items = next(iter(form.layouts[without_numbers(target)[0]].values())).items
+        count = config.size("expert_count") if items is None else config.integer(items)
+        recipes[target] = stack_of(catalog, target, count, members)
     if experts and fused:
         raise FormatError("some layers have fused experts and some do not", catalog.title)
     return recipes, SINGLE if experts else FUSED if fused else None
@@ -344,7 +346,10 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
     for name in names:
         pattern, numbers = without_numbers(name)
         # Of the published tensors that llama.cpp joins, the last has fused experts.
-        place, layout = [*form.layouts[pattern].items()][-1 if experts == FUSED else 0]
+        sources = [*form.layouts[pattern].items()]
+        if len(sources) > 1:  # without those that this config excludes
+            sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
+        place, layout = sources[-1 if experts == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):

@@ -24,6 +24,7 @@ from ...models.family import (
     BOOLS,
     F32,
     NUMBERS,
+    PLACE,
     TEXT,
     U32,
     USUAL_BASE,
@@ -136,6 +137,11 @@ class ModelConfig:
         if match is None or match.entry.shape is None:
             raise self.fault(f"nothing is known of the shape of {show(name)}")
         return tuple(self.integer(text.removesuffix(ANY), match.layer) for text in match.entry.shape)
+
+    def has(self, published: Schema, name: str, numbers: Sequence[str]) -> bool:
+        """Return False if the condition of a published tensor does not hold in this layer."""
+        match = published.find(name.replace(PLACE, numbers[0] if numbers else "", 1).replace(PLACE, "0"))
+        return match is None or match.entry.when is None or self.integer(match.entry.when, match.layer) != 0
 
     def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
         """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
@@ -491,9 +497,10 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     config |= {
         "vocab_size": int(shape[0]),
         "tie_word_embeddings": "output.weight" not in catalog,
-        form.biased: "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
+        "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
         form.activations["config"][0]: form.activations["values"][0],
         **{key: form.assumes[key][0] for key in form.restores},
+        **{key: values[tensor in catalog] for key, (tensor, *values) in form.shown_by.items()},
     }
     for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")

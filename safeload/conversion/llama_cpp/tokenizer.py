@@ -194,6 +194,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
+    keys |= {f"{_PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     return keys
