@@ -240,6 +240,71 @@ MODELS["gpt2_untied"] = (
 )
 
 
+MODELS["gpt_neox"] = (
+    transformers.GPTNeoXForCausalLM,
+    transformers.GPTNeoXConfig,
+    "qwen2",
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+)
+MODELS["gpt_neox_sequential"] = (
+    transformers.GPTNeoXForCausalLM,
+    transformers.GPTNeoXConfig,
+    "qwen2",
+    {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        "use_parallel_residual": False,
+        "hidden_act": "gelu_fast",
+    },
+)
+MODELS["phi"] = (
+    transformers.PhiForCausalLM,
+    transformers.PhiConfig,
+    "qwen2",
+    {"intermediate_size": 256, "num_key_value_heads": 4},
+)
+MODELS["bloom"] = (transformers.BloomForCausalLM, transformers.BloomConfig, "qwen2", {"seq_length": 512})
+MODELS["starcoder2"] = (transformers.Starcoder2ForCausalLM, transformers.Starcoder2Config, "qwen2", {})
+MODELS["starcoder2_untied"] = (
+    transformers.Starcoder2ForCausalLM,
+    transformers.Starcoder2Config,
+    "qwen2",
+    {
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+    },
+)
+MODELS["stablelm"] = (transformers.StableLmForCausalLM, transformers.StableLmConfig, "qwen2", {"use_qkv_bias": True})
+MODELS["stablelm_parallel"] = (
+    transformers.StableLmForCausalLM,
+    transformers.StableLmConfig,
+    "qwen2",
+    {"qk_layernorm": True, "use_parallel_residual": True},
+)
+MODELS["nemotron"] = (transformers.NemotronForCausalLM, transformers.NemotronConfig, "pieces", {})
+MODELS["falcon"] = (
+    transformers.FalconForCausalLM,
+    transformers.FalconConfig,
+    "qwen2",
+    {"num_kv_heads": 1, "max_position_embeddings": 2048},
+)
+MODELS["falcon_new"] = (
+    transformers.FalconForCausalLM,
+    transformers.FalconConfig,
+    "qwen2",
+    {"num_kv_heads": 2, "new_decoder_architecture": True, "max_position_embeddings": 2048},
+)
+
+_STACK = 'self._stack_qk_norm(bid, n_{0}head, self._{1}_norms[bid], "{1}_layernorm")'
+# The converter reads a key that transformers 5 has under another name, and loses the norms of q and k.
+_REPAIRS = {
+    "gptneox.py": {'self.hparams["rotary_pct"]': 'self.rope_parameters["partial_rotary_factor"]'},
+    "stablelm.py": {
+        f"return {stack}": f"return (yield from {stack})"
+        for stack in (_STACK.format("", "q"), _STACK.format("kv_", "k"))
+    },
+}
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings = MODELS[name]
@@ -265,6 +330,12 @@ def reference(converter, folder, path):
     if "SAFELOAD_PRE" not in code:
         patch = f'{marked}            res = __import__("os").environ.get("SAFELOAD_PRE")\n{marked}'
         source.write_text(code.replace(marked, patch, 1), encoding="utf-8")
+    for name, changes in _REPAIRS.items():
+        module = source.with_name(name)
+        text = module.read_text(encoding="utf-8")
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        module.write_text(text, encoding="utf-8")
     command = [
         sys.executable,
         f"{converter}/convert_hf_to_gguf.py",
@@ -275,7 +346,8 @@ def reference(converter, folder, path):
         "f32",
     ]
     env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
-    subprocess.run(command, check=True, capture_output=True, env=env)
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
 
 
 def _text(path):
@@ -297,7 +369,7 @@ def main(converter, names):
             reference(converter, source, Path(folder) / "reference.gguf")
             entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
         entries[name] = entry
-    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
+    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS if name in entries]
     (HERE / "models.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
