@@ -422,6 +422,16 @@ FAMILIES |= {
             "no final norm": (["OPTForCausalLM"], {**OPT, "_remove_final_layer_norm": True}),
         },
     ),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {
+            "": ([f"GPTBigCode{head}" for head in HEADS[:4]], {**GPT2, **GPT2_ENDS, **LABELS}),
+            "many heads": (
+                ["GPTBigCodeForCausalLM"],
+                {**GPT2, **GPT2_ENDS, "multi_query": False, "n_inner": 30, "tie_word_embeddings": False},
+            ),
+        },
+    ),
     "gpt_neo": ("GPTNeoConfig", {"": ([f"GPTNeo{head}" for head in HEADS], {**NEO, **LABELS})}),
 }
 

@@ -294,6 +294,8 @@ MODELS["falcon_new"] = (
     {"num_kv_heads": 2, "new_decoder_architecture": True, "max_position_embeddings": 2048},
 )
 
+MODELS["gpt_bigcode"] = (transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig, "qwen2", {})
+
 _STACK = 'self._stack_qk_norm(bid, n_{0}head, self._{1}_norms[bid], "{1}_layernorm")'
 # The converter reads a key that transformers 5 has under another name, and loses the norms of q and k.
 _REPAIRS = {
