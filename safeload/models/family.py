@@ -33,9 +33,10 @@ The fields of ``gguf``:
   no config can be made from the keys of a file.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
-  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
-  with ``each_layer``, the number of layers, it is an array. ``when``: an expression, 0 for a key that is not written.
-  ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is filled up with zeros.
+  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family,
+  while ``config`` is for the way back; with ``each_layer``, the number of layers, it is an array. ``when``: an
+  expression, 0 for a key that is not written. ``values``: what is written for each text. ``times``: a factor.
+  ``size``: of a list that is filled up with zeros.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
@@ -57,8 +58,10 @@ The fields of ``gguf``:
   in ``layer_types``; or ``ignored``, true if llama.cpp attends to all positions. ``others``: items of ``layer_types``
   for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
-- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
+  config made from a file, by key: a tensor, the value without it and the value with it.
+- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token. ``tokens``: ids of special
+  tokens, by llama.cpp's word, whatever the tokenizer says.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -148,7 +151,7 @@ class GgufLayout(NamedTuple):
     heads: tuple[str, ...] = ()  # keys of the number of heads: the rows of each half of a head alternate
     rows: tuple[Mapping[str, Any], ...] = ()  # pieces of rows, the fields of `Piece`, in the order of llama.cpp
     columns: tuple[Mapping[str, Any], ...] = ()  # likewise
-    items: str | None = None  # expression of the number of matrices that the rows are
+    items: str | None = None  # expression of the number of matrices that the rows are, or that are stacked
     shape: tuple[str, ...] | None = None  # expressions; None for that of the source
     function: str | None = None  # "negative_exp": -exp(x), of each value
     times: tuple[Mapping[str, str], ...] = ()  # factors: "key" of the config, and "begin" and "end" of its rows
@@ -174,11 +177,13 @@ class GgufLayout(NamedTuple):
 class GgufRope(NamedTuple):
     """Rotary embeddings."""
 
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # none for a model without rotations
     base: float = USUAL_BASE  # of a config without a base
     unless: float | None = None  # the base that is not written
-    # Number of rotated elements to write: "head" for all of a head, "partial", "keys" for that in the family's keys.
+    # Number of rotated elements to write: "head" for all of a head, "share" for a part of it, "partial" for a part and
+    # the original context length, "keys" for that in the family's keys.
     dimensions: str | None = None
+    share: float = 1.0  # of a config without ``partial_rotary_factor``
     parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
 
@@ -217,15 +222,22 @@ class GgufForm:
         self.when: str | None = content.get("when")
         self.says_all: bool = content.get("says_all", True)
         self.adds_space: bool = content.get("add_space_prefix", True)
+        self.tokens: Mapping[str, int] = content.get("tokens", {})
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
         self.nested: Mapping[str, Any] = content.get("nested", {})
+        self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})
 
     @property
     def embedding(self) -> str:
         """The end of the published name of the embedding."""
         name: str = next(iter(self.layouts["token_embd.weight"]))
         return ".".join(name.split(".")[-2:])
+
+    @cached_property
+    def head(self) -> str:
+        """The published name of the head."""
+        return next(iter(self.layouts.get("output.weight", ())), "lm_head.weight")
 
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
@@ -294,6 +306,7 @@ def is_kept_f32(name: str) -> bool:
         "ffn_gate_inp_shexp.weight",
         "conv1d.weight",
         "shortconv.conv.weight",
+        "position_embd.weight",
     )
     return name.endswith(kept) or not name.endswith(".weight")
 

@@ -29,7 +29,7 @@ GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "counted", "needs", "computed", "nested", "supports", "text_type"),
-    *("when", "says_all"),
+    *("when", "says_all", "shown_by", "tokens"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -129,8 +129,17 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
             assert {*layout.heads} <= keys.keys()
     published = families.family_files()[name]
     if published.has_schema:  # every tensor of the schema has a place, or is one that llama.cpp computes
-        prefix = published.schema.prefixes[0]
-        names = {entry.name.replace("{prefix}", prefix) for entry in published.schema.entries if not entry.optional}
+        assumed = Config({key: values[0] for key, values in form.assumes.items()}, published.schema.defaults)
+        entries = [entry for entry in published.schema.entries if not entry.optional]
+        entries = [
+            entry
+            for entry in entries
+            if not form.assumes.keys() & names_in(entry.when or "") or assumed.evaluate(entry.when, 0)
+        ]
+        entries = [
+            entry for entry in entries if any(fnmatchcase(form.class_name, k) for k in entry.architectures or "*")
+        ]
+        names = {entry.name.replace("{prefix}", published.schema.prefixes[0]) for entry in entries}
         names = {re.sub(r"\{[a-z]+\}", "{}", text) for text in names if not text.startswith(("score.", "qa_outputs."))}
         missing = {text for text in names if text not in form.targets and not text.endswith(".bias")}
         dense = {f"model.layers.{{}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}

@@ -88,7 +88,7 @@ def test_a_shard_is_written_raw(model, tmp_path, is_raw):
         "{",
         "[]",
         "{}",
-        '{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}',
+        '{"architectures": ["OPTForCausalLM"], "model_type": "opt"}',
         '{"architectures": [["LlamaForCausalLM"]], "model_type": ["llama"]}',
     ],
 )

@@ -56,7 +56,6 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 SINGLE, FUSED = "single", "fused"
 
-_HEAD = "lm_head.weight"
 # Suffixes of buffers that llama.cpp computes itself.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
 # Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
@@ -233,13 +232,13 @@ def llama_cpp_recipes(
     stored_by_name = _language_names(catalog, config, form)
     outer = (catalog.config or {}).get("tie_word_embeddings")
     tied = True if outer is True else config.values.get("tie_word_embeddings", form.usually_tied)
-    if form.tied and tied is not True and _HEAD in stored_by_name:
+    if form.tied and tied is not True and form.head in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}
     experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
     unknown, fused = [], set()
     for name, stored in stored_by_name.items():
-        if name.endswith(_BUFFERS) or (name == _HEAD and form.tied):
+        if name.endswith(_BUFFERS) or (name == form.head and form.tied):
             continue
         pattern, numbers = without_numbers(name)
         placed = False
@@ -258,14 +257,16 @@ def llama_cpp_recipes(
                 recipes[target] = whole
                 fused |= {target} if layout.part is not None else set()
                 placed = True
-        if not placed:
+        if not placed and form.published.role(name) != "buffer":
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
-    if tied is not True and _HEAD not in stored_by_name and not form.tied and not config.headless:
+    if tied is not True and form.head not in stored_by_name and not form.tied and not config.headless:
         text = "is missing, and tie_word_embeddings is not true"
-        raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)
+        raise error_about(FormatError, text, path=catalog.title, tensor=form.head)
     for target, members in experts.items():
-        recipes[target] = stack_of(catalog, target, config.size("expert_count"), members)
+        items = next(iter(form.layouts[without_numbers(target)[0]].values())).items
+        count = config.size("expert_count") if items is None else config.integer(items)
+        recipes[target] = stack_of(catalog, target, count, members)
     # The layers for multi-token prediction can have experts in another form.
     forms: dict[bool, str] = {}
     for target, kind in (*((each, SINGLE) for each in experts), *((each, FUSED) for each in sorted(fused))):
@@ -388,7 +389,10 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         pattern, numbers = without_numbers(name)
         # Of the published tensors that llama.cpp joins, the last has fused experts.
         kind = experts.split()[-1 if " " in experts and _is_added(name, config) else 0]
-        place, layout = [*form.layouts[pattern].items()][-1 if kind == FUSED else 0]
+        sources = [*form.layouts[pattern].items()]
+        if len(sources) > 1:  # without those that this config excludes
+            sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
+        place, layout = sources[-1 if kind == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
         axes = 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):

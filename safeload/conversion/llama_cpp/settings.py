@@ -25,6 +25,7 @@ from ...models.family import (
     F32,
     METADATA,
     NUMBERS,
+    PLACE,
     TEXT,
     U32,
     USUAL_BASE,
@@ -44,7 +45,10 @@ _MAX_F32 = float(np.finfo(np.float32).max)
 MAX_FACTORS = 1 << 16
 
 # Rope parameters that older configs have outside of them, under these names.
-_OUTSIDE_ROPE = {"rope_theta": ("rope_theta", "rope_global_theta"), "partial_rotary_factor": ("partial_rotary_factor",)}
+_OUTSIDE_ROPE = {
+    "rope_theta": ("rope_theta", "rope_global_theta", "rotary_emb_base"),
+    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct", "rope_pct"),
+}
 # Keys of llama.cpp below ``rope.scaling``, with the rope parameters that hold the value.
 _YARN: dict[str, Sequence[str]] = {
     "yarn_ext_factor": ("extrapolation_factor",),
@@ -135,6 +139,11 @@ class ModelConfig:
         if match is None or match.entry.shape is None:
             raise self.fault(f"nothing is known of the shape of {show(name)}")
         return tuple(self.integer(text.removesuffix(ANY), match.layer) for text in match.entry.shape)
+
+    def has(self, published: Schema, name: str, numbers: Sequence[str]) -> bool:
+        """Return False if the condition of a published tensor does not hold in this layer."""
+        match = published.find(name.replace(PLACE, numbers[0] if numbers else "", 1).replace(PLACE, "0"))
+        return match is None or match.entry.when is None or self.integer(match.entry.when, match.layer) != 0
 
     def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
         """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
@@ -230,10 +239,11 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     experts, used = (metadata.get(key, 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rope = config.rope
-    for name, value in rope.keys(form):
+    rotations = form.rope.types
+    for name, value in config.rope.keys(form) if rotations else ():
         metadata.setdefault(f"rope.{name}", value)
-    return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, rope.tensors(form)
+    factors = config.rope.tensors(form) if rotations else {}
+    return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, factors
 
 
 def _setting(config: ModelConfig, key: GgufKey) -> Any:
@@ -379,15 +389,16 @@ class Rope:
                 name = next(filter(self.full.__contains__, names), None)
                 if name is not None:
                     yield f"scaling.{key}", gguf.F32(self._number(name))
+        if rope.dimensions in ("partial", "share"):
+            yield "dimension_count", gguf.U32(self._rotated(rope.share))
         if rope.dimensions == "partial":
-            yield "dimension_count", gguf.U32(self._rotated())
             original = self._original()
             yield "scaling.original_context_length", gguf.U32(original)
             if self.kind == "longrope":
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
                 yield "scaling.attn_factor", gguf.F32(factor)
-        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1 and rope.dimensions != "keys":
+        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1 and rope.dimensions not in ("share", "keys"):
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
@@ -404,9 +415,9 @@ class Rope:
             result[f"rope_factors_{key.removesuffix('_factor')}.weight"] = np.array(numbers, np.float32)
         return result
 
-    def _rotated(self) -> int:
+    def _rotated(self, usual: float = 1.0) -> int:
         """Return the elements of a head that are rotated."""
-        share = self._number("partial_rotary_factor", 1.0)
+        share = self._number("partial_rotary_factor", usual)
         if not 0 < share <= 1:
             raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
@@ -469,6 +480,17 @@ def text_at(catalog: Catalog, key: str) -> str | None:
     return text
 
 
+def flag_at(catalog: Catalog, key: str) -> bool | None:
+    """Return true or false; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(f"key {key} must be true or false, got {show(value)}", catalog.title)
+    return value
+
+
+_READERS: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, F32: number_at, BOOL: flag_at}
+
+
 def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
     value = catalog.metadata.get(key)
     if value is not None and (isinstance(value, bool) or not valid(value)):
@@ -496,8 +518,8 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     if not form.says_all:
         text = f"safeload has not written this file, and {form.architecture} does not say all settings of its layers"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors")
-    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in (U32, F32)):
-        value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
+    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in _READERS):
+        value = _READERS[key.types[0]](catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):
             config[key.config[0]] = value
         elif not key.optional and key.default is None:
@@ -515,6 +537,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
         form.activations["config"][0]: form.activations["values"][0],
         **{key: form.assumes[key][0] for key in form.restores},
+        **{key: values[tensor in catalog] for key, (tensor, *values) in form.shown_by.items()},
     }
     for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
@@ -524,7 +547,8 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
         config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every, form.windowed)
-    _add_rope(config, catalog, form)
+    if form.rope.types:
+        _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
     if form.ignores_windows and "sliding_window" not in config:
         notes.append("a sliding window, which llama.cpp ignores")
@@ -576,12 +600,14 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
             rope[f"{name}_factor"] = [*map(_shortest, _factors_in(catalog, f"rope_factors_{name}.weight").tolist())]
-    if form.rope.dimensions == "partial":
+    if form.rope.dimensions in ("partial", "share"):
         heads, width = max(1, config["num_attention_heads"]), config["hidden_size"]
-        stated_twice = {
-            _ORIGINAL: number("scaling.original_context_length", config["max_position_embeddings"]),
-            "partial_rotary_factor": number("dimension_count", width // heads) * heads / max(1, width),
-        }
+        rotated = number("dimension_count", width // heads) * heads
+        share = rotated / max(1, width)
+        # The next number above if the quotient is rounded down.
+        stated_twice = {"partial_rotary_factor": share if share * width >= rotated else math.nextafter(share, 2)}
+        if form.rope.dimensions == "partial":
+            stated_twice[_ORIGINAL] = number("scaling.original_context_length", config["max_position_embeddings"])
         rope |= stated_twice
         config |= stated_twice
     if "rope.partial_rotary_factor" in (form.keys.get("rope.dimension_count", GgufKey(())).value or ""):
@@ -607,7 +633,7 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
 
 def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
     """Compare the settings of rotations with the tensors of the file."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters", {})
     unknown = product(_HIGH, _CONTEXTS) if rope.get("rope_type") == "llama3" else [None]  # gemma3's is nested, not this
     for stated in unknown:
         if stated is not None:

@@ -194,6 +194,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
+    keys |= {f"{_PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     return keys
@@ -206,8 +207,9 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     if files.json is None:
         raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
     model = _object(files.json, "model")
-    if model.get("type") != "BPE":
-        raise files.unsupported(f"{JSON} has a model of type {show(model.get('type'))}, expected 'BPE'")
+    kind = model.get("type", "BPE" if "merges" in model else None)  # files of 2020, such as GPT-2's, have no type
+    if kind != "BPE":
+        raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key) not in (None, "", 0):
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")

@@ -495,6 +495,116 @@ FAMILIES = {
     ),
 }
 
+
+BLOOM = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+FALCON = {**SIZES, "ffn_hidden_size": 40}
+FALCON.pop("intermediate_size")
+OPT = {**SIZES, "ffn_dim": 40, "max_position_embeddings": 34}
+OPT.pop("intermediate_size")
+NEO = {**SIZES, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+NEO = {key: value for key, value in NEO.items() if key not in ("num_hidden_layers", "num_attention_heads")}
+FAMILIES |= {
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {
+            "": ([f"GPTNeoX{head}" for head in HEADS], {**SIZES, **LABELS}),
+            "no biases": (["GPTNeoXForCausalLM"], {**SIZES, "attention_bias": False, "tie_word_embeddings": True}),
+        },
+    ),
+    "phi": (
+        "PhiConfig",
+        {
+            "": ([f"Phi{head}" for head in HEADS[:4]], {**GROUPED, **LABELS}),
+            "norms": (["PhiForCausalLM"], {**SIZES, "qk_layernorm": True}),
+        },
+    ),
+    "bloom": (
+        "BloomConfig",
+        {
+            "": ([f"Bloom{head}" for head in HEADS], {**BLOOM, **LABELS}),
+            "untied": (["BloomForCausalLM"], {**BLOOM, "tie_word_embeddings": False}),
+        },
+    ),
+    "starcoder2": (
+        "Starcoder2Config",
+        {
+            "": ([f"Starcoder2{head}" for head in HEADS[:4]], {**GROUPED, **LABELS}),
+            "no biases": (["Starcoder2ForCausalLM"], {**GROUPED, "use_bias": False, "tie_word_embeddings": False}),
+        },
+    ),
+    "stablelm": (
+        "StableLmConfig",
+        {
+            "": ([f"StableLm{head}" for head in HEADS[:4]], {**GROUPED, **LABELS}),
+            "parallel": (
+                ["StableLmForCausalLM"],
+                {**GROUPED, "use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+            ),
+        },
+    ),
+    "nemotron": (
+        "NemotronConfig",
+        {
+            "": ([f"Nemotron{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
+            "biases": (
+                ["NemotronForCausalLM"],
+                {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "falcon": (
+        "FalconConfig",
+        {
+            "": ([f"Falcon{head}" for head in HEADS], {**FALCON, **LABELS}),
+            "new": (["FalconForCausalLM"], {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+            "one norm": (
+                ["FalconForCausalLM"],
+                {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+            ),
+            "in sequence": (
+                ["FalconForCausalLM"],
+                {
+                    **FALCON,
+                    "multi_query": False,
+                    "parallel_attn": False,
+                    "alibi": True,
+                    "bias": True,
+                    "tie_word_embeddings": False,
+                },
+            ),
+        },
+    ),
+    "opt": (
+        "OPTConfig",
+        {
+            "": (
+                ["OPTForCausalLM", "OPTModel", "OPTForSequenceClassification", "OPTForQuestionAnswering"],
+                {**OPT, **LABELS},
+            ),
+            "projections": (
+                ["OPTForCausalLM", "OPTModel"],
+                {**OPT, "word_embed_proj_dim": 18, "do_layer_norm_before": False},
+            ),
+            "no biases": (
+                ["OPTForCausalLM"],
+                {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False},
+            ),
+            "no final norm": (["OPTForCausalLM"], {**OPT, "_remove_final_layer_norm": True}),
+        },
+    ),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {
+            "": ([f"GPTBigCode{head}" for head in HEADS[:4]], {**GPT2, **GPT2_ENDS, **LABELS}),
+            "many heads": (
+                ["GPTBigCodeForCausalLM"],
+                {**GPT2, **GPT2_ENDS, "multi_query": False, "n_inner": 30, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "gpt_neo": ("GPTNeoConfig", {"": ([f"GPTNeo{head}" for head in HEADS], {**NEO, **LABELS})}),
+}
+
 # Published models: class of the config and of the model, and the sizes in their config.json that are not the defaults.
 PUBLISHED = {
     "Mixtral-8x7B": ("MixtralConfig", "MixtralForCausalLM", {}),
@@ -606,6 +716,37 @@ PUBLISHED = {
             "num_hidden_layers": 126,
             "num_key_value_heads": 8,
             "vocab_size": 128256,
+        },
+    ),
+    "pythia-410m": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "vocab_size": 50304,
+        },
+    ),
+    "phi-2": (
+        "PhiConfig",
+        "PhiForCausalLM",
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32},
+    ),
+    "bloom-560m": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 1024, "n_head": 16, "n_layer": 24}),
+    "starcoder2-3b": ("Starcoder2Config", "Starcoder2ForCausalLM", {}),
+    "falcon-7b": ("FalconConfig", "FalconForCausalLM", {}),
+    "opt-350m": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "do_layer_norm_before": False,
+            "ffn_dim": 4096,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "word_embed_proj_dim": 512,
         },
     ),
     "GPT-2 XL": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 1600, "n_head": 25, "n_layer": 48}),

@@ -49,7 +49,7 @@ def encoder(folder):
 
 
 def limit_of(name, config):
-    if any("gelu" in str(value) for value in config.values()):
+    if config["model_type"] == "bloom" or any("gelu" in str(value) for value in config.values()):
         return TABLE
     return EPSILON.get(name, DELTA_NET if "linear_num_key_heads" in config else F32)
 

@@ -66,6 +66,23 @@ def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400
     return tokenizer
 
 
+def _gpt2(folder):
+    """A vocabulary as GPT-2 has it: nothing but byte pairs, and a file without the type of the model."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    content = json.loads(tokenizer.to_str())
+    del content["model"]["type"]
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
+
+
 def save_byte_level(folder, tokenizer, *, bos=None):
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -124,6 +141,7 @@ TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
     "pieces": (pieces, 453),
+    "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
 }
 
@@ -528,10 +546,89 @@ ADDED = {"qwen3_5": _MTP | _MTP_DENSE, "qwen3_5_moe": _MTP | _MTP_MOE}
 OPTIONS = {"qwen3_next": ["--no-mtp"]}
 
 
+_ENDS = {"bos_token_id": 320, "eos_token_id": 320}
+MODELS["gpt2"] = (transformers.GPT2LMHeadModel, transformers.GPT2Config, "gpt2", {**_ENDS, "n_ctx": 512})
+MODELS["gpt2_untied"] = (
+    transformers.GPT2LMHeadModel,
+    transformers.GPT2Config,
+    "gpt2",
+    {**_ENDS, "n_ctx": 512, "n_inner": 256, "tie_word_embeddings": False},
+)
+
+
+MODELS["gpt_neox"] = (
+    transformers.GPTNeoXForCausalLM,
+    transformers.GPTNeoXConfig,
+    "qwen2",
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+)
+MODELS["gpt_neox_sequential"] = (
+    transformers.GPTNeoXForCausalLM,
+    transformers.GPTNeoXConfig,
+    "qwen2",
+    {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        "use_parallel_residual": False,
+        "hidden_act": "gelu_fast",
+    },
+)
+MODELS["phi"] = (
+    transformers.PhiForCausalLM,
+    transformers.PhiConfig,
+    "qwen2",
+    {"intermediate_size": 256, "num_key_value_heads": 4},
+)
+MODELS["bloom"] = (transformers.BloomForCausalLM, transformers.BloomConfig, "qwen2", {"seq_length": 512})
+MODELS["starcoder2"] = (transformers.Starcoder2ForCausalLM, transformers.Starcoder2Config, "qwen2", {})
+MODELS["starcoder2_untied"] = (
+    transformers.Starcoder2ForCausalLM,
+    transformers.Starcoder2Config,
+    "qwen2",
+    {
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+    },
+)
+MODELS["stablelm"] = (transformers.StableLmForCausalLM, transformers.StableLmConfig, "qwen2", {"use_qkv_bias": True})
+MODELS["stablelm_parallel"] = (
+    transformers.StableLmForCausalLM,
+    transformers.StableLmConfig,
+    "qwen2",
+    {"qk_layernorm": True, "use_parallel_residual": True},
+)
+MODELS["nemotron"] = (transformers.NemotronForCausalLM, transformers.NemotronConfig, "pieces", {})
+MODELS["falcon"] = (
+    transformers.FalconForCausalLM,
+    transformers.FalconConfig,
+    "qwen2",
+    {"num_kv_heads": 1, "max_position_embeddings": 2048},
+)
+MODELS["falcon_new"] = (
+    transformers.FalconForCausalLM,
+    transformers.FalconConfig,
+    "qwen2",
+    {"num_kv_heads": 2, "new_decoder_architecture": True, "max_position_embeddings": 2048},
+)
+
+MODELS["gpt_bigcode"] = (transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig, "qwen2", {})
+
+_STACK = 'self._stack_qk_norm(bid, n_{0}head, self._{1}_norms[bid], "{1}_layernorm")'
+# The converter reads a key that transformers 5 has under another name, and loses the norms of q and k.
+_REPAIRS = {
+    "gptneox.py": {'self.hparams["rotary_pct"]': 'self.rope_parameters["partial_rotary_factor"]'},
+    "stablelm.py": {
+        f"return {stack}": f"return (yield from {stack})"
+        for stack in (_STACK.format("", "q"), _STACK.format("kv_", "k"))
+    },
+}
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings, *published = MODELS[name]
-    usual = {**_SIZES, "vocab_size": TOKENIZERS[tokenizer][1], "bos_token_id": None, "eos_token_id": None}
+    has = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
+    sizes = {key: value for key, value in _SIZES.items() if key in has or "text_config" in settings}
+    usual = {**sizes, "vocab_size": TOKENIZERS[tokenizer][1], "bos_token_id": None, "eos_token_id": None}
     if "text_config" in settings:
         config = config_class(**{**settings, "text_config": {**usual, **settings["text_config"]}})
     else:
@@ -560,7 +657,8 @@ def reference(converter, folder, path, options=(), *, raw=False):
     ``raw``: it reads the config as it is. Transformers 5 gives layers other names than published files and the
     converter, which is made for 4.57, and adds the keys of experts to models without experts.
     """
-    pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
+    content = _text(folder / "tokenizer.json")
+    pre = "llama-bpe" if 'ignore_merges": true' in content else "qwen2" if '"Split"' in content else "gpt-2"
     source = Path(converter) / "conversion" / "base.py"
     code = source.read_text(encoding="utf-8")
     marked = "        if res is None:\n"
@@ -572,6 +670,12 @@ def reference(converter, folder, path, options=(), *, raw=False):
     if loads in code:
         patch = f'json.load(open(dir_model / "config.json")) if "SAFELOAD_RAW" in os.environ else {loads[:-1]}  #\n'
         source.write_text(code.replace(loads, patch, 1), encoding="utf-8")
+    for name, changes in _REPAIRS.items():
+        module = source.with_name(name)
+        text = module.read_text(encoding="utf-8")
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        module.write_text(text, encoding="utf-8")
     command = [
         sys.executable,
         f"{converter}/convert_hf_to_gguf.py",
@@ -584,7 +688,8 @@ def reference(converter, folder, path, options=(), *, raw=False):
     ]
     env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
     env |= {"SAFELOAD_RAW": "1"} if raw else {}
-    subprocess.run(command, check=True, capture_output=True, env=env)
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
 
 
 def _text(path):
@@ -607,7 +712,7 @@ def main(converter, names):
             reference(converter, source, Path(folder) / "reference.gguf", options, raw=raw)
             entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
         entries[name] = entry
-    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
+    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS if name in entries]
     (HERE / "models.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
