@@ -301,7 +301,7 @@ def _space_prefix(files: TokenizerFiles, content: Mapping[str, Any]) -> bool:
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
     for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
-        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
+        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             if step.get("split", True) is True:
                 raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
