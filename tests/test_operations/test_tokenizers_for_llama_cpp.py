@@ -6,11 +6,11 @@ import pytest
 from builders import llama_models
 
 import safeload
-from safeload.conversion.llama_cpp import tokenizer as tokenizers_of_llama_cpp
+from safeload.conversion.llama_cpp.tokenizer import parse_model
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
 SPACE = "\u2581"
@@ -37,7 +37,7 @@ def merged(pieces):
 
 def sentencepiece_json(folder, normalizers, pre_tokenizer):
     """A `tokenizer.json` of the pieces in a folder."""
-    pieces = tokenizers_of_llama_cpp.parse_model((folder / "tokenizer.model").read_bytes(), "x").pieces
+    pieces = parse_model((folder / "tokenizer.model").read_bytes(), "x").pieces
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None,
         "normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": pre_tokenizer,
@@ -64,3 +64,65 @@ def test_spaces_that_are_replaced_before_metaspace(scheme, tmp_path):
     assert own["model"] == "llama"
     assert own["tokens"] == expected["tokens"]
     assert own["token_type"].tolist() == expected["token_type"].tolist()
+
+
+# ---- names of pre-tokenizers ----
+
+TABLE = llama_models.pre_tokenizers()
+
+
+def byte_level(tmp_path, steps, ignore_merges):
+    """A model whose tokenizer cuts texts in these steps."""
+    source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
+    tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    content = json.loads(tokenizer.to_str())  # as the library writes it
+    content["model"]["ignore_merges"] = ignore_merges
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    tokenizers.Tokenizer.from_str(json.dumps(content)).save(str(source / "tokenizer.json"))
+    return source
+
+
+@pytest.mark.parametrize("number", range(len(TABLE["by_steps"])))
+def test_every_pre_tokenizer_has_its_name(number, tmp_path):
+    row = TABLE["by_steps"][number]
+    source = byte_level(tmp_path, row["pretokenizers"], row["ignore_merges"])
+    assert metadata_of(source, tmp_path)["pre"] == row["name"]
+
+
+def test_names_are_told_apart():
+    steps = [(json.dumps(row["pretokenizers"]), row["ignore_merges"]) for row in TABLE["by_steps"]]
+    assert len({*steps}) == len(steps)
+    alike = [name for row in TABLE["by_steps"] for name in row.get("like", ())]
+    assert len({*alike}) == len(alike)
+    assert {*alike}.isdisjoint(row["name"] for row in TABLE["by_steps"])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"type": "Punctuation", "behavior": "Isolated"},
+        {"type": "Digits", "individual_digits": False},
+        {"type": "UnicodeScripts"},
+        {"type": "Split", "pattern": {"Regex": "[0-9]"}, "behavior": "Isolated", "invert": False},
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False},
+    ],
+    ids=lambda step: step["type"],
+)
+def test_another_step_is_another_pre_tokenizer(step, tmp_path):
+    words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    with pytest.raises(safeload.UnsupportedError, match="a pre-tokenizer that llama"):
+        metadata_of(byte_level(tmp_path, [step, words], False), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "dbrx"])
+def test_a_foreign_file_gets_the_steps_back(name, tmp_path):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
+    safeload.convert(source, tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        own = {key: value for key, value in file.metadata.items() if not key.startswith("safeload.")}
+        tensors = {key: file[key] for key in file}
+    safeload.gguf.save_file(tensors, tmp_path / "y.gguf", {**own, "tokenizer.ggml.pre": name})
+    safeload.convert(tmp_path / "y.gguf", tmp_path / "back/")
+    row = next(row for row in TABLE["by_steps"] if name == row["name"] or name in row.get("like", ()))
+    content = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
+    assert content["pre_tokenizer"]["pretokenizers"] == row["pretokenizers"]

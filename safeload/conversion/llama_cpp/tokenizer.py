@@ -12,8 +12,8 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
 is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
 ``tokenizer.json`` and its ``ignore_merges``: true if whole words are tokens whatever the merges are. The keys of
-``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
-2026-11) and src/llama-vocab.cpp (expressions).
+``by_hash`` are SHA-256 of the list of token ids, as Python writes it. ``like`` are further names for the same cuts.
+Sources: llama.cpp, conversion/base.py (hashes, 2026-11) and src/llama-vocab.cpp (expressions).
 
 A ``tokenizer.model`` is protocol buffers (see `safeload.formats.onnx`), a ``ModelProto`` of sentencepiece_model.proto:
 
@@ -410,8 +410,10 @@ def _cut(step: Mapping[str, Any]) -> tuple[Any, ...] | None:
     kind = step.get("type")
     if kind == "ByteLevel" and step.get("add_prefix_space") is False:
         return kind, step.get("use_regex", True) is not False
-    if kind == "Digits" and step.get("individual_digits") is True:
-        return (kind,)
+    if kind == "Digits":
+        return kind, step.get("individual_digits") is True
+    if kind == "Punctuation":
+        return kind, step.get("behavior", "Isolated")
     if kind == "Split" and isinstance(step.get("pattern"), Mapping):
         # Matches are words of their own; without gaps, removing the gaps does the same.
         isolated = step.get("behavior") == "Isolated" and not step.get("invert")
@@ -828,7 +830,8 @@ class _Tokens:
 
     def _template(self) -> dict[str, Any] | None:
         """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == self.pre), None)
+        rows = _pre_tokenizers()["by_steps"]
+        row = next((row for row in rows if self.pre == row["name"] or self.pre in row.get("like", ())), None)
         if row is None:
             return None
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

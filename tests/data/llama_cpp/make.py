@@ -10,6 +10,7 @@ of llama.cpp, such as vendor/llama.cpp in the source distribution of llama-cpp-p
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,13 @@ def config_of(name):
     return saved, shapes
 
 
+def check_names(converter):
+    """Compare the names of pre-tokenizers with those in the converter."""
+    code = (Path(converter) / "conversion" / "base.py").read_text(encoding="utf-8")
+    names = dict(re.findall(r'chkhsh == "(\w+)":\s+(?:#.*\s+)?res = "(.+)"', code))
+    assert names == llama_models.pre_tokenizers()["by_hash"]
+
+
 def reference(converter, folder, path):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another."""
     pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
@@ -252,6 +260,7 @@ def _text(path):
 
 
 def main(converter, names):
+    check_names(converter)
     for name, (maker, _) in () if names else TOKENIZERS.items():
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
