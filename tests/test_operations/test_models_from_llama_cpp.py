@@ -54,6 +54,9 @@ def test_there_and_back_is_the_identity(name, tmp_path):
         assert array.dtype == after[tensor].dtype, tensor
         assert array.tobytes() == after[tensor].tobytes(), tensor
     assert json_of(tmp_path / "back" / "config.json") == MODELS[name]["config"]
+    if (source / "tekken.json").exists():
+        assert (tmp_path / "back" / "tokenizer.json").exists()  # the form that transformers reads
+        return
     assert json_of(tmp_path / "back" / "tokenizer_config.json") == json_of(source / "tokenizer_config.json")
     if (source / "tokenizer.json").exists():
         assert json_of(tmp_path / "back" / "tokenizer.json") == json_of(source / "tokenizer.json")

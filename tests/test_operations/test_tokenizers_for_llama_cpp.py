@@ -126,3 +126,72 @@ def test_a_foreign_file_gets_the_steps_back(name, tmp_path):
     row = next(row for row in TABLE["by_steps"] if name == row["name"] or name in row.get("like", ()))
     content = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
     assert content["pre_tokenizer"]["pretokenizers"] == row["pretokenizers"]
+
+
+# ---- tekken.json ----
+
+
+def tekken(**fields):
+    content = json.loads((llama_models.DATA / "tekken" / "tekken.json").read_text())
+    return {**content, **{key: value for key, value in fields.items() if key in content}, "config": {
+        **content["config"], **{key: value for key, value in fields.items() if key not in content}}}  # fmt: skip
+
+
+TOKENS = tekken()["vocab"]
+
+
+def write_tekken(tmp_path, content):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["mistral_tekken"])
+    (source / "tekken.json").write_text(json.dumps(content))
+    return source
+
+
+def test_special_tokens_of_old_versions_of_tekken_are_known(tmp_path):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["mistral_tekken"])
+    expected = metadata_of(source, tmp_path)
+    content = tekken()
+    del content["special_tokens"]
+    (source / "tekken.json").write_text(json.dumps(content))
+    own = metadata_of(source, tmp_path)
+    assert own["tokens"] == expected["tokens"]
+    assert own["padding_token_id"] == 11
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert metadata_of(source, tmp_path)["chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (tekken(pattern="."), "tekken.json has a pattern that llama"),
+        (tekken(default_vocab_size=99), "99 tokens, 24 of them special; the embedding has 424 rows"),
+        (tekken(default_num_special_tokens=-1), "424 tokens, -1 of them special"),
+        (tekken(default_num_special_tokens=23), "expected 424 different tokens, got 423"),
+        (tekken(vocab=None), "vocab and special_tokens must be lists"),
+        (tekken(vocab=TOKENS[::-1]), "token 0 must have its rank and a token_bytes"),
+        (tekken(vocab=[{"rank": 0, "token_bytes": "!"}]), "token 0 is not base64"),
+        (tekken(vocab=[{"rank": 0, "token_bytes": ""}]), "token 0 has 0 bytes"),
+        (tekken(vocab=[*TOKENS[:399], {"rank": 399, "token_bytes": "AAEC"}]), "token 399 does not consist of two"),
+        (tekken(vocab=[*TOKENS[:399], {"rank": 399, "token_bytes": "AA=="}]), "got 423"),
+        (tekken(special_tokens=[{"rank": 0, "token_str": "<s>"}]), "no special token '</s>'"),
+    ],
+    ids=["pattern", "size", "negative", "count", "list", "order", "base64", "empty", "parts", "twice", "special"],
+)  # fmt: skip
+def test_tekken_is_refused_by_name(content, match, tmp_path):
+    with pytest.raises(safeload.SafeloadError, match=match):
+        metadata_of(write_tekken(tmp_path, content), tmp_path)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+# ---- Unigram ----
+
+
+def test_unigram_models_are_refused(tmp_path):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["llama2"])
+    content = (source / "tokenizer.model").read_bytes()
+    (source / "tokenizer.model").write_bytes(content + b"\x12\x02\x18\x01")  # later fields count
+    with pytest.raises(safeload.UnsupportedError, match="is of type unigram, expected BPE"):
+        metadata_of(source, tmp_path)
+    (source / "tokenizer.model").unlink()
+    (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0]]}}))
+    with pytest.raises(safeload.UnsupportedError, match="a model of type 'Unigram', expected 'BPE'"):
+        metadata_of(source, tmp_path)

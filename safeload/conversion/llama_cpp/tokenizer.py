@@ -7,7 +7,10 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
-3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
+3. ``tekken.json``, if there is no ``tokenizer.json``: byte-level BPE of Mistral. ``vocab`` has objects with ``rank``
+   and ``token_bytes``, in base64, in order; ``special_tokens`` come before them and have ``rank`` and ``token_str``.
+   In ``config``: ``pattern``, ``version``, ``default_vocab_size`` and ``default_num_special_tokens``.
+4. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
 
 llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
 is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
@@ -30,6 +33,7 @@ import hashlib
 import json
 import math
 import struct
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -48,7 +52,7 @@ from ...models.family import GgufForm
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
-JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
@@ -98,6 +102,11 @@ class TokenizerFiles:
         """The parsed ``tokenizer.model``; None without one."""
         content = self.content(MODEL, MAX_BYTES)
         return None if content is None else parse_model(content, (self.folder / MODEL).shown)
+
+    @cached_property
+    def tekken(self) -> dict[str, Any] | None:
+        """The content of ``tekken.json`` in a folder without ``tokenizer.json``; None without one."""
+        return self._read(TEKKEN) if self.json is None else None
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
@@ -190,6 +199,8 @@ class Vocabulary:
 
 def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer, for an embedding with so many rows."""
+    if files.tekken is not None:
+        return _tekken_keys(files, files.tekken, rows)
     vocabulary = vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
@@ -394,6 +405,76 @@ def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[st
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
             raise files.fault(JSON, f"invalid merge {show(merge)}")
         yield pair[0], pair[1]
+
+
+# ---- tekken.json ----
+
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+# Characters that stand for bytes in byte-level BPE, by the character of latin-1: a byte that prints stands for itself.
+_LETTERS = {byte: byte for byte in _PRINTED} | {
+    byte: 0x100 + k for k, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)
+}
+
+
+def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the metadata of a ``tekken.json``."""
+    settings, table = _object(content, "config"), _pre_tokenizers()["tekken"]
+    row = next(row for row in _pre_tokenizers()["by_steps"] if row["name"] == "tekken")
+    if settings.get("pattern") != row["pretokenizers"][0]["pattern"]["Regex"]:
+        raise files.unsupported(f"{TEKKEN} has a pattern that llama.cpp does not have, or safeload does not know")
+    size, count = settings.get("default_vocab_size"), settings.get("default_num_special_tokens")
+    if size != rows or type(count) is not int or not 0 <= count <= rows:
+        raise files.fault(TEKKEN, f"{show(size)} tokens, {show(count)} of them special; the embedding has {rows} rows")
+    special = content.get("special_tokens", [{"rank": k, "token_str": text} for k, text in enumerate(table["special"])])
+    ranks: dict[bytes, int] = {}
+    result = Vocabulary("gpt2", rows)
+    for number in range(count):
+        result.put(number, f"<SPECIAL_{number}>", CONTROL)
+    for number, text in _ranked(files, special, "token_str", count):
+        result.put(number, text, CONTROL)
+    for rank, text in _ranked(files, content.get("vocab"), "token_bytes", rows - count):
+        try:
+            token = b64decode(text, validate=True)
+        except ValueError:
+            raise files.fault(TEKKEN, f"token {rank} is not base64: {show(text)}") from None
+        if not 0 < len(token) <= MAX_MERGED:
+            raise files.fault(TEKKEN, f"token {rank} has {len(token):,} bytes, expected 1 to {MAX_MERGED:,}")
+        ranks[token] = rank
+        result.put(count + rank, _letters(token), NORMAL)
+    different = len({*result.texts[:count]}) + len(ranks)
+    if different != rows:
+        raise files.fault(TEKKEN, f"expected {rows} different tokens, got {different}")
+    result.pre, result.merges = "tekken", []
+    for token in ranks:
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = sorted((ranks[left], ranks[right]) for left, right in cuts if left in ranks and right in ranks)
+        if not pairs and len(token) > 1:
+            raise files.fault(TEKKEN, f"token {ranks[token]} does not consist of two tokens")
+        result.merges += (f"{result.texts[count + left]} {result.texts[count + right]}" for left, right in pairs)
+    ids = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>", "padding": "<pad>"}
+    missing = [text for text in ids.values() if text not in result.texts[:count]]
+    if missing:
+        raise files.fault(TEKKEN, f"no special token {show(missing[0])}")
+    keys = {f"{kind}_token_id": gguf.U32(result.texts.index(text)) for kind, text in ids.items()}
+    keys |= {"scores": np.zeros(rows, np.int32), "add_bos_token": True, "add_eos_token": False}  # i32 as in llama.cpp
+    named = table["templates"].get(settings.get("version"))  # of a template in llama.cpp
+    templates = dict(_templates(files)) or ({"tokenizer.chat_template": named} if named is not None else {})
+    return {**result.keys(), **{f"{_PREFIX}{key}": value for key, value in keys.items()}, **templates}
+
+
+def _ranked(files: TokenizerFiles, items: Any, key: str, count: int) -> Iterator[tuple[int, str]]:
+    """Yield ranks and texts of at most so many tokens, which are in order."""
+    if not isinstance(items, list):
+        raise files.fault(TEKKEN, "vocab and special_tokens must be lists")
+    for rank, item in enumerate(islice(items, count)):
+        text = item.get(key) if isinstance(item, dict) and item.get("rank") == rank else None
+        if not isinstance(text, str):
+            raise files.fault(TEKKEN, f"token {rank} must have its rank and a {key}, got {show(item)}")
+        yield rank, text
+
+
+def _letters(token: bytes) -> str:
+    return token.decode("latin-1").translate(_LETTERS)
 
 
 # ---- pre-tokenizers ----

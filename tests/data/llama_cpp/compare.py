@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER
 
-Needs transformers, torch, tokenizers, sentencepiece and xllamacpp.
+Needs transformers, torch, tokenizers, sentencepiece, mistral-common and xllamacpp.
 """
 
 import json
@@ -39,6 +39,11 @@ def encoder(folder):
 
         model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         return lambda text: [model.bos_id(), *model.encode(text)], False
+    if (folder / "tekken.json").exists():
+        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+        tekken = Tekkenizer.from_file(folder / "tekken.json")
+        return lambda text: tekken.encode(text, bos=True, eos=False), False
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda text: tokenizer.encode(text).ids, True
 

@@ -3,8 +3,9 @@
     PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP             # all
     PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP qwen3 phi3  # some models
 
-Needs transformers 5.24.0, torch, tokenizers, sentencepiece and gguf. The converter is changed in place, so give a copy
-of llama.cpp, such as vendor/llama.cpp in the source distribution of llama-cpp-python.
+Needs transformers 5.24.0, torch, tokenizers, sentencepiece, gguf and, for tekken.json, mistral-common. The converter
+is changed in place, so give a copy of llama.cpp, such as vendor/llama.cpp in the source distribution of
+llama-cpp-python.
 """
 
 import functools
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from base64 import b64encode
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from builders import llama_models
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import safeload
+from safeload.conversion.llama_cpp.tokenizer import _LETTERS
 
 HERE = Path(__file__).parent
 TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
@@ -106,6 +109,28 @@ def pieces(folder, *, gemma=False, size=450):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def tekken(folder):
+    """A vocabulary in Mistral's own format, with fewer special tokens named than there are."""
+    pattern = next(row for row in llama_models.pre_tokenizers()["by_steps"] if row["name"] == "tekken")
+    pattern = pattern["pretokenizers"][0]["pattern"]["Regex"]
+    vocab = byte_level(pattern, ignore_merges=True).get_vocab()
+    bytes_of = {chr(letter): byte for byte, letter in _LETTERS.items()}
+    tokens = [bytes(map(bytes_of.get, text)) for text, _ in sorted(vocab.items(), key=lambda item: item[1])[:400]]
+    tokens = sorted(tokens[:256]) + tokens[256:]
+    names = llama_models.pre_tokenizers()["tekken"]["special"]
+    content = {
+        "config": {
+            "pattern": pattern, "num_vocab_tokens": 400, "default_vocab_size": 424, "default_num_special_tokens": 24,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": k, "token_bytes": b64encode(token).decode(), "token_str": None} for k, token in enumerate(tokens)
+        ],
+        "special_tokens": [{"rank": k, "token_str": text, "is_control": True} for k, text in enumerate(names)],
+    }  # fmt: skip
+    (folder / "tekken.json").write_text(json.dumps(content))
+
+
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -126,6 +151,7 @@ TOKENIZERS = {
     "qwen2": (_qwen, 408),
     "pieces": (pieces, 453),
     "gemma": (functools.partial(pieces, gemma=True), 453),
+    "tekken": (tekken, 424),
 }
 
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -152,6 +178,12 @@ MODELS = {
         transformers.MistralForCausalLM,
         transformers.MistralConfig,
         "pieces",
+        {"head_dim": 24, "sliding_window": None},
+    ),
+    "mistral_tekken": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig,
+        "tekken",
         {"head_dim": 24, "sliding_window": None},
     ),
     "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, "pieces", _MIXTRAL),
@@ -251,7 +283,8 @@ def reference(converter, folder, path):
         "--outtype",
         "f32",
     ]
-    env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
+    path = f"{converter}/gguf-py{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": path, "SAFELOAD_PRE": pre}
     subprocess.run(command, check=True, capture_output=True, env=env)
 
 
