@@ -42,7 +42,8 @@ The fields of ``gguf``:
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+  no text begins with a space. ``end_of_turn``: a token. ``special_tokens``: by type ("bos", "eot", "eom", ...), for
+  types that the tokenizer does not name.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -185,6 +186,7 @@ class GgufForm:
         self.chosen_by: str | None = content.get("chosen_by")
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
+        self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
         self.tied: bool = content.get("tied", False)
 
     @property

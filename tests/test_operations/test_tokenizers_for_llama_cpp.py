@@ -7,6 +7,7 @@ from builders import llama_models
 
 import safeload
 from safeload.conversion.llama_cpp.tokenizer import parse_model
+from safeload.models.family import gguf_forms
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -180,6 +181,24 @@ def test_tekken_is_refused_by_name(content, match, tmp_path):
     with pytest.raises(safeload.SafeloadError, match=match):
         metadata_of(write_tekken(tmp_path, content), tmp_path)
     assert not (tmp_path / "x.gguf").exists()
+
+
+# ---- special tokens of a family ----
+
+
+def test_a_family_names_special_tokens_that_the_tokenizer_does_not(tmp_path, monkeypatch):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
+    before = metadata_of(source, tmp_path)
+    form = gguf_forms()["Qwen2ForCausalLM"]
+    monkeypatch.setattr(form, "special_tokens", {"eos": "<tool>", "eot": "<|im_end|>", "eom": "<|im_start|>"})
+    after = metadata_of(source, tmp_path)
+    assert after.pop("eot_token_id") == after["tokens"].index("<|im_end|>")
+    assert after.pop("eom_token_id") == after["tokens"].index("<|im_start|>")
+    assert after["eos_token_id"] == before["eos_token_id"]
+    assert after.keys() == before.keys()
+    monkeypatch.setattr(form, "special_tokens", {"bos": "[gMASK]"})
+    with pytest.raises(safeload.UnsupportedError, match=r"the tokenizer has no '\[gMASK\]', which qwen2 needs"):
+        metadata_of(source, tmp_path)
 
 
 # ---- Unigram ----

@@ -207,6 +207,10 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+    for kind, text in form.special_tokens.items():
+        if text not in vocabulary.texts:
+            raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
+        keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
     return keys
 
 
@@ -660,6 +664,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
             number = numbers.get(_text(tokens.get(f"{kind}_token")))
             if number != USUAL_IDS.get(kind):  # llama.cpp assumes the usual number
                 put(kind, number)
+    ids.pop("cls", None)  # llama.cpp takes the first token for it
     yield from ((f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
     yield from ((f"{_PREFIX}add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
     yield from _templates(files)
