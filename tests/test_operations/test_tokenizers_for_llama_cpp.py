@@ -201,6 +201,19 @@ def test_a_family_names_special_tokens_that_the_tokenizer_does_not(tmp_path, mon
         metadata_of(source, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "key", "value"),
+    [("llama2", 32016, "eot_token_id", 32010), ("llama3", 49152, "add_bos_token", False)],
+)
+def test_vocabularies_that_are_known_by_their_size(name, rows, key, value, tmp_path):
+    tensors = {**MODELS[name]["tensors"], "model.embed_tokens.weight": [rows, 64]}
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] = [rows, 64]
+    model = {**MODELS[name], "config": {**MODELS[name]["config"], "vocab_size": rows}, "tensors": tensors}
+    source = llama_models.write_folder(tmp_path / "m", model)
+    assert metadata_of(source, tmp_path)[key] == value
+
+
 # ---- Unigram ----
 
 

@@ -65,6 +65,8 @@ _FENCES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))  # around the
 _BYTE_SPACE = "\u0120"
 # Steps of published pre-tokenizers are at most this many.
 _MOST_STEPS = 16
+# Keys that the files do not give, by the rows of the embedding: of Code Llama, and of SmolLM and Granite.
+_BY_ROWS = {32016: {f"{_PREFIX}eot_token_id": gguf.U32(32010)}, 49152: {f"{_PREFIX}add_bos_token": False}}
 _ADVICE = "raw=True writes the tensors without a tokenizer"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -211,7 +213,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
         if text not in vocabulary.texts:
             raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
         keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
-    return keys
+    return {**keys, **(_BY_ROWS.get(rows, {}) if form.architecture == "llama" else {})}
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
