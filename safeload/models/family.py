@@ -11,6 +11,8 @@ A file is named after its family, and says of it what is needed to check, conver
   fields and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
+- ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
+  config; an expression counts for null too. llama.cpp's converter writes them, and so does GGUF conversion.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
 - ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
@@ -66,7 +68,19 @@ from .schema import Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
-_OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
+_OWN = {
+    "about",
+    "architectures",
+    "model_types",
+    "formats",
+    "keys",
+    "like",
+    "without",
+    "engines",
+    "mlx",
+    "gguf",
+    "omitted",
+}
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 _Content = Mapping[str, Any]
@@ -172,6 +186,7 @@ class GgufForm:
         self.renames: Mapping[str, tuple[str, str]] = content.get("renames", {})
         self.left_out: Mapping[str, str] = content.get("left_out", {})
         self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
+        self.omitted: Mapping[str, Any] = family.get("omitted", {})
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}

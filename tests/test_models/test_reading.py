@@ -22,12 +22,13 @@ CONTENTS = {
 }
 FIELDS = {
     *("about", "like", "without", "config", "layers", "more_layers", "architectures", "model_types"),
-    *("formats", "keys", "prefixes", "defaults", "counts", "tensors", "engines", "mlx", "gguf"),
+    *("formats", "keys", "prefixes", "defaults", "omitted", "counts", "tensors", "engines", "mlx", "gguf"),
 }
 ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+    *("special_tokens",),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
