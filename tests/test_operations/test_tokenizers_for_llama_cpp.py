@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from builders import llama_models
 
@@ -115,18 +116,29 @@ def test_another_step_is_another_pre_tokenizer(step, tmp_path):
         metadata_of(byte_level(tmp_path, [step, words], False), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "dbrx"])
+def test_no_first_token_without_a_post_processor(tmp_path):
+    """llama.cpp would add it for this name."""
+    source = llama_models.write_folder(tmp_path / "m", MODELS["llama3"])
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    (source / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
+    assert metadata_of(source, tmp_path)["add_bos_token"] is False
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "dbrx", "falcon3", "glm4"])
 def test_a_foreign_file_gets_the_steps_back(name, tmp_path):
     source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
     safeload.convert(source, tmp_path / "x.gguf")
+    left_out = ("safeload.", "tokenizer.ggml.add_bos_token")
     with safeload.open(tmp_path / "x.gguf") as file:
-        own = {key: value for key, value in file.metadata.items() if not key.startswith("safeload.")}
+        own = {key: value for key, value in file.metadata.items() if not key.startswith(left_out)}
+        own["tokenizer.ggml.bos_token_id"] = np.uint32(5)
         tensors = {key: file[key] for key in file}
     safeload.gguf.save_file(tensors, tmp_path / "y.gguf", {**own, "tokenizer.ggml.pre": name})
     safeload.convert(tmp_path / "y.gguf", tmp_path / "back/")
     row = next(row for row in TABLE["by_steps"] if name == row["name"] or name in row.get("like", ()))
     content = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
     assert content["pre_tokenizer"]["pretokenizers"] == row["pretokenizers"]
+    assert (content["post_processor"]["type"] == "Sequence") is (name == "falcon3")  # llama.cpp adds the first token
 
 
 # ---- tekken.json ----
@@ -151,7 +163,7 @@ def test_special_tokens_of_old_versions_of_tekken_are_known(tmp_path):
     source = llama_models.write_folder(tmp_path / "m", MODELS["mistral_tekken"])
     expected = metadata_of(source, tmp_path)
     content = tekken()
-    del content["special_tokens"]
+    content["special_tokens"] = None
     (source / "tekken.json").write_text(json.dumps(content))
     own = metadata_of(source, tmp_path)
     assert own["tokens"] == expected["tokens"]

@@ -63,6 +63,11 @@ _CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _FENCES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))  # around the texts of other such tokens
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
+# Names with which llama.cpp begins a text with the first token if a file does not say whether.
+_ADDS_BOS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "chameleon"),
+)
 # Steps of published pre-tokenizers are at most this many.
 _MOST_STEPS = 16
 # Keys that the files do not give, by the rows of the embedding: of Code Llama, and of SmolLM and Granite.
@@ -169,6 +174,7 @@ class Vocabulary:
         self.types, self.scores = [UNUSED] * rows, [_PADDING_SCORE] * rows
         self.merges: list[str] | None = None
         self.add_space_prefix: bool | None = None  # None leaves the key out
+        self.by_steps = False  # True if the steps of the pre-tokenizer gave its name
         self.beyond = 0  # ids beyond the embedding, which are skipped
 
     def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
@@ -207,6 +213,8 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
+    if vocabulary.by_steps and vocabulary.pre in _ADDS_BOS:
+        keys.setdefault(f"{_PREFIX}add_bos_token", False)
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     for kind, text in form.special_tokens.items():
@@ -369,6 +377,7 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
         steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
         choices = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
         pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
+        result.by_steps = True
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
@@ -431,7 +440,9 @@ def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -
     size, count = settings.get("default_vocab_size"), settings.get("default_num_special_tokens")
     if size != rows or type(count) is not int or not 0 <= count <= rows:
         raise files.fault(TEKKEN, f"{show(size)} tokens, {show(count)} of them special; the embedding has {rows} rows")
-    special = content.get("special_tokens", [{"rank": k, "token_str": text} for k, text in enumerate(table["special"])])
+    special = content.get("special_tokens")
+    if special is None:  # in old versions
+        special = [{"rank": k, "token_str": text} for k, text in enumerate(table["special"])]
     ranks: dict[bytes, int] = {}
     result = Vocabulary("gpt2", rows)
     for number in range(count):
@@ -941,7 +952,7 @@ class _Tokens:
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
-        bos, usual = self.ids.get("bos"), self.pre in ("llama-bpe", "tekken")  # llama.cpp adds it even without the key
+        bos, usual = self.ids.get("bos"), self.pre in _ADDS_BOS
         if bos is None or not self._flag("add_bos_token", usual):
             return byte_level
         text = self.texts[bos]
