@@ -11,6 +11,8 @@ A file is named after its family, and says of it what is needed to check, conver
   fields, those of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
+- ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
+  config; an expression counts for null too. llama.cpp's converter writes them, and so does GGUF conversion.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
 - ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
@@ -61,7 +63,8 @@ The fields of ``gguf``:
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
   config made from a file, by key: a tensor, the value without it and the value with it.
 - ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token. ``tokens``: ids of special
-  tokens, by llama.cpp's word, whatever the tokenizer says.
+  tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
+  types that the tokenizer does not name.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -88,6 +91,7 @@ from .schema import Config, ConfigError, Schema, language_of, listed_in
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
 _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
+_OWN |= {"omitted"}
 # Fields of ``gguf`` that a family does not inherit.
 _OWN_GGUF = {"classes", "nested", "text_type"}
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
@@ -203,6 +207,7 @@ class GgufForm:
         self.needs: Mapping[str, str] = content.get("needs", {})
         self.computed: Mapping[str, str | Mapping[str, Any]] = content.get("computed", {})
         self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
+        self.omitted: Mapping[str, Any] = family.get("omitted", {})
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
         self.architecture: str = content["architecture"]
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
@@ -224,6 +229,7 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.tokens: Mapping[str, int] = content.get("tokens", {})
         self.end_of_turn: str | None = content.get("end_of_turn")
+        self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
         self.tied: bool = content.get("tied", False)
         self.nested: Mapping[str, Any] = content.get("nested", {})
         self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})

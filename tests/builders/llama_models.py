@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import zlib
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +37,12 @@ def plain():
 def texts():
     """50 texts for tokenizers."""
     return json.loads((DATA / "texts.json").read_text(encoding="utf-8"))
+
+
+def pre_tokenizers():
+    """The table of pre-tokenizers."""
+    path = Path(safeload.__file__).parent / "conversion" / "llama_cpp" / "pre_tokenizers.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def tensors_of(model):

@@ -22,14 +22,14 @@ CONTENTS = {
 }
 FIELDS = {
     *("about", "like", "without", "config", "layers", "more_layers", "architectures", "model_types"),
-    *("formats", "keys", "prefixes", "defaults", "counts", "tensors", "engines", "mlx", "gguf"),
+    *("formats", "keys", "prefixes", "defaults", "omitted", "counts", "tensors", "engines", "mlx", "gguf"),
 }
 ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "counted", "needs", "computed", "nested", "supports", "text_type"),
-    *("when", "says_all", "shown_by", "tokens"),
+    *("when", "says_all", "shown_by", "tokens", "special_tokens"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, product
 from typing import Any
 
@@ -85,6 +86,12 @@ class ModelConfig:
         self._title = title
         self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
         self._defaults = form.defaults if form is not None else {}
+        for key, usual in form.omitted.items() if form is not None else ():
+            name = "rope_scaling" if key == "rope_parameters" and "rope_scaling" in self.values else key  # older name
+            if name not in self.values or (isinstance(usual, str) and self.values[key] is None):
+                with suppress(ConfigError):  # of a key that is missing too, which is refused under its own name
+                    value = Config(self.values, {}).evaluate(usual) if isinstance(usual, str) else usual
+                    self.values = {**self.values, key: value}
 
     @property
     def headless(self) -> bool:

@@ -7,13 +7,16 @@ llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
-3. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
+3. ``tekken.json``, if there is no ``tokenizer.json``: byte-level BPE of Mistral. ``vocab`` has objects with ``rank``
+   and ``token_bytes``, in base64, in order; ``special_tokens`` come before them and have ``rank`` and ``token_str``.
+   In ``config``: ``pattern``, ``version``, ``default_vocab_size`` and ``default_num_special_tokens``.
+4. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
 
 llama.cpp has names for the ways to cut a text into words before byte pairs are merged (``pre_tokenizers.json``). A name
 is chosen by the token ids of a test text, which tell published vocabularies apart, or else by the pre-tokenizer in
 ``tokenizer.json`` and its ``ignore_merges``: true if whole words are tokens whatever the merges are. The keys of
-``by_hash`` are SHA-256 of the list of token ids, as Python writes it. Sources: llama.cpp, conversion/base.py (hashes,
-2026-11) and src/llama-vocab.cpp (expressions).
+``by_hash`` are SHA-256 of the list of token ids, as Python writes it. ``like`` are further names for the same cuts.
+Sources: llama.cpp, conversion/base.py (hashes, 2026-11) and src/llama-vocab.cpp (expressions).
 
 A ``tokenizer.model`` is protocol buffers (see `safeload.formats.onnx`), a ``ModelProto`` of sentencepiece_model.proto:
 
@@ -30,6 +33,7 @@ import hashlib
 import json
 import math
 import struct
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -48,7 +52,7 @@ from ...models.family import GgufForm
 from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
-JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
@@ -59,8 +63,15 @@ _CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _FENCES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))  # around the texts of other such tokens
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
+# Names with which llama.cpp begins a text with the first token if a file does not say whether.
+_ADDS_BOS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "chameleon"),
+)
 # Steps of published pre-tokenizers are at most this many.
 _MOST_STEPS = 16
+# Keys that the files do not give, by the rows of the embedding: of Code Llama, and of SmolLM and Granite.
+_BY_ROWS = {32016: {f"{_PREFIX}eot_token_id": gguf.U32(32010)}, 49152: {f"{_PREFIX}add_bos_token": False}}
 _ADVICE = "raw=True writes the tensors without a tokenizer"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -98,6 +109,11 @@ class TokenizerFiles:
         """The parsed ``tokenizer.model``; None without one."""
         content = self.content(MODEL, MAX_BYTES)
         return None if content is None else parse_model(content, (self.folder / MODEL).shown)
+
+    @cached_property
+    def tekken(self) -> dict[str, Any] | None:
+        """The content of ``tekken.json`` in a folder without ``tokenizer.json``; None without one."""
+        return self._read(TEKKEN) if self.json is None else None
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
@@ -158,6 +174,7 @@ class Vocabulary:
         self.types, self.scores = [UNUSED] * rows, [_PADDING_SCORE] * rows
         self.merges: list[str] | None = None
         self.add_space_prefix: bool | None = None  # None leaves the key out
+        self.by_steps = False  # True if the steps of the pre-tokenizer gave its name
         self.beyond = 0  # ids beyond the embedding, which are skipped
 
     def put(self, number: int, text: str, kind: int, score: float = 0.0) -> None:
@@ -190,14 +207,22 @@ class Vocabulary:
 
 def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer, for an embedding with so many rows."""
+    if files.tekken is not None:
+        return _tekken_keys(files, files.tekken, rows)
     vocabulary = vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
     keys |= {f"{_PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
+    if vocabulary.by_steps and vocabulary.pre in _ADDS_BOS:
+        keys.setdefault(f"{_PREFIX}add_bos_token", False)
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
-    return keys
+    for kind, text in form.special_tokens.items():
+        if text not in vocabulary.texts:
+            raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
+        keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
+    return {**keys, **(_BY_ROWS.get(rows, {}) if form.architecture == "llama" else {})}
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
@@ -303,7 +328,7 @@ def _space_prefix(files: TokenizerFiles, content: Mapping[str, Any]) -> bool:
         else:
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
     for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
-        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not replaces:
+        if step.get("type") == "Metaspace" and step.get("replacement") == SPACE:
             scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             if step.get("split", True) is True:
                 raise files.unsupported(f"{JSON} cuts texts at spaces, which llama.cpp does not do")
@@ -354,6 +379,7 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
         steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
         choices = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
         pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
+        result.by_steps = True
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
@@ -398,6 +424,78 @@ def _pairs(files: TokenizerFiles, model: Mapping[str, Any]) -> Iterator[tuple[st
         yield pair[0], pair[1]
 
 
+# ---- tekken.json ----
+
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+# Characters that stand for bytes in byte-level BPE, by the character of latin-1: a byte that prints stands for itself.
+_LETTERS = {byte: byte for byte in _PRINTED} | {
+    byte: 0x100 + k for k, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)
+}
+
+
+def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the metadata of a ``tekken.json``."""
+    settings, table = _object(content, "config"), _pre_tokenizers()["tekken"]
+    row = next(row for row in _pre_tokenizers()["by_steps"] if row["name"] == "tekken")
+    if settings.get("pattern") != row["pretokenizers"][0]["pattern"]["Regex"]:
+        raise files.unsupported(f"{TEKKEN} has a pattern that llama.cpp does not have, or safeload does not know")
+    size, count = settings.get("default_vocab_size"), settings.get("default_num_special_tokens")
+    if size != rows or type(count) is not int or not 0 <= count <= rows:
+        raise files.fault(TEKKEN, f"{show(size)} tokens, {show(count)} of them special; the embedding has {rows} rows")
+    special = content.get("special_tokens")
+    if special is None:  # in old versions
+        special = [{"rank": k, "token_str": text} for k, text in enumerate(table["special"])]
+    ranks: dict[bytes, int] = {}
+    result = Vocabulary("gpt2", rows)
+    for number in range(count):
+        result.put(number, f"<SPECIAL_{number}>", CONTROL)
+    for number, text in _ranked(files, special, "token_str", count):
+        result.put(number, text, CONTROL)
+    for rank, text in _ranked(files, content.get("vocab"), "token_bytes", rows - count):
+        try:
+            token = b64decode(text, validate=True)
+        except ValueError:
+            raise files.fault(TEKKEN, f"token {rank} is not base64: {show(text)}") from None
+        if not 0 < len(token) <= MAX_MERGED:
+            raise files.fault(TEKKEN, f"token {rank} has {len(token):,} bytes, expected 1 to {MAX_MERGED:,}")
+        ranks[token] = rank
+        result.put(count + rank, _letters(token), NORMAL)
+    different = len({*result.texts[:count]}) + len(ranks)
+    if different != rows:
+        raise files.fault(TEKKEN, f"expected {rows} different tokens, got {different}")
+    result.pre, result.merges = "tekken", []
+    for token in ranks:
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = sorted((ranks[left], ranks[right]) for left, right in cuts if left in ranks and right in ranks)
+        if not pairs and len(token) > 1:
+            raise files.fault(TEKKEN, f"token {ranks[token]} does not consist of two tokens")
+        result.merges += (f"{result.texts[count + left]} {result.texts[count + right]}" for left, right in pairs)
+    ids = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>", "padding": "<pad>"}
+    missing = [text for text in ids.values() if text not in result.texts[:count]]
+    if missing:
+        raise files.fault(TEKKEN, f"no special token {show(missing[0])}")
+    keys = {f"{kind}_token_id": gguf.U32(result.texts.index(text)) for kind, text in ids.items()}
+    keys |= {"scores": np.zeros(rows, np.int32), "add_bos_token": True, "add_eos_token": False}  # i32 as in llama.cpp
+    named = table["templates"].get(settings.get("version"))  # of a template in llama.cpp
+    templates = dict(_templates(files)) or ({"tokenizer.chat_template": named} if named is not None else {})
+    return {**result.keys(), **{f"{_PREFIX}{key}": value for key, value in keys.items()}, **templates}
+
+
+def _ranked(files: TokenizerFiles, items: Any, key: str, count: int) -> Iterator[tuple[int, str]]:
+    """Yield ranks and texts of at most so many tokens, which are in order."""
+    if not isinstance(items, list):
+        raise files.fault(TEKKEN, "vocab and special_tokens must be lists")
+    for rank, item in enumerate(islice(items, count)):
+        text = item.get(key) if isinstance(item, dict) and item.get("rank") == rank else None
+        if not isinstance(text, str):
+            raise files.fault(TEKKEN, f"token {rank} must have its rank and a {key}, got {show(item)}")
+        yield rank, text
+
+
+def _letters(token: bytes) -> str:
+    return token.decode("latin-1").translate(_LETTERS)
+
+
 # ---- pre-tokenizers ----
 
 _pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
@@ -412,8 +510,10 @@ def _cut(step: Mapping[str, Any]) -> tuple[Any, ...] | None:
     kind = step.get("type")
     if kind == "ByteLevel" and step.get("add_prefix_space") is False:
         return kind, step.get("use_regex", True) is not False
-    if kind == "Digits" and step.get("individual_digits") is True:
-        return (kind,)
+    if kind == "Digits":
+        return kind, step.get("individual_digits") is True
+    if kind == "Punctuation":
+        return kind, step.get("behavior", "Isolated")
     if kind == "Split" and isinstance(step.get("pattern"), Mapping):
         # Matches are words of their own; without gaps, removing the gaps does the same.
         isolated = step.get("behavior") == "Isolated" and not step.get("invert")
@@ -579,6 +679,7 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
             number = numbers.get(_text(tokens.get(f"{kind}_token")))
             if number != USUAL_IDS.get(kind):  # llama.cpp assumes the usual number
                 put(kind, number)
+    ids.pop("cls", None)  # llama.cpp takes the first token for it
     yield from ((f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
     yield from ((f"{_PREFIX}add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
     yield from _templates(files)
@@ -830,7 +931,8 @@ class _Tokens:
 
     def _template(self) -> dict[str, Any] | None:
         """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        row = next((row for row in _pre_tokenizers()["by_steps"] if row["name"] == self.pre), None)
+        rows = _pre_tokenizers()["by_steps"]
+        row = next((row for row in rows if self.pre == row["name"] or self.pre in row.get("like", ())), None)
         if row is None:
             return None
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -852,7 +954,7 @@ class _Tokens:
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
-        bos, usual = self.ids.get("bos"), self.pre in ("llama-bpe", "tekken")  # llama.cpp adds it even without the key
+        bos, usual = self.ids.get("bos"), self.pre in _ADDS_BOS
         if bos is None or not self._flag("add_bos_token", usual):
             return byte_level
         text = self.texts[bos]

@@ -7,6 +7,6 @@ root=$(cd "$here/../../.." && pwd)
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
 [ -d "$kept/venv" ] || python3 -m venv "$kept/venv"
-"$kept/venv/bin/pip" install -q torch==2.13.0 transformers tokenizers sentencepiece xllamacpp -e "$root"
+"$kept/venv/bin/pip" install -q torch==2.13.0 transformers tokenizers sentencepiece mistral-common xllamacpp -e "$root"
 cd "$kept"
 PYTHONPATH="$root/tests" "$kept/venv/bin/python" "$here/compare.py" "$kept/models"

@@ -3,17 +3,20 @@
     PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP             # all
     PYTHONPATH=tests python tests/data/llama_cpp/make.py PATH_OF_LLAMA_CPP qwen3 phi3  # some models
 
-Needs transformers 5.24.0, torch, tokenizers, sentencepiece and gguf. The converter is changed in place, so give a copy
-of llama.cpp, such as vendor/llama.cpp in the source distribution of llama-cpp-python.
+Needs transformers 5.24.0, torch, tokenizers, sentencepiece, gguf and, for tekken.json, mistral-common. The converter
+is changed in place, so give a copy of llama.cpp, such as vendor/llama.cpp in the source distribution of
+llama-cpp-python.
 """
 
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from base64 import b64encode
 from pathlib import Path
 
 import torch
@@ -22,6 +25,7 @@ from builders import llama_models
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import safeload
+from safeload.conversion.llama_cpp.tokenizer import _LETTERS
 
 HERE = Path(__file__).parent
 TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
@@ -122,6 +126,28 @@ def pieces(folder, *, gemma=False, size=450):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def tekken(folder):
+    """A vocabulary in Mistral's own format, with fewer special tokens named than there are."""
+    pattern = next(row for row in llama_models.pre_tokenizers()["by_steps"] if row["name"] == "tekken")
+    pattern = pattern["pretokenizers"][0]["pattern"]["Regex"]
+    vocab = byte_level(pattern, ignore_merges=True).get_vocab()
+    bytes_of = {chr(letter): byte for byte, letter in _LETTERS.items()}
+    tokens = [bytes(map(bytes_of.get, text)) for text, _ in sorted(vocab.items(), key=lambda item: item[1])[:400]]
+    tokens = sorted(tokens[:256]) + tokens[256:]
+    names = llama_models.pre_tokenizers()["tekken"]["special"]
+    content = {
+        "config": {
+            "pattern": pattern, "num_vocab_tokens": 400, "default_vocab_size": 424, "default_num_special_tokens": 24,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": k, "token_bytes": b64encode(token).decode(), "token_str": None} for k, token in enumerate(tokens)
+        ],
+        "special_tokens": [{"rank": k, "token_str": text, "is_control": True} for k, text in enumerate(names)],
+    }  # fmt: skip
+    (folder / "tekken.json").write_text(json.dumps(content))
+
+
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -143,6 +169,7 @@ TOKENIZERS = {
     "pieces": (pieces, 453),
     "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
+    "tekken": (tekken, 424),
 }
 
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -291,6 +318,12 @@ MODELS = {
                 "projector_output_dim": 16,
             },
         },
+    ),
+    "mistral_tekken": (
+        transformers.MistralForCausalLM,
+        transformers.MistralConfig,
+        "tekken",
+        {"head_dim": 24, "sliding_window": None},
     ),
     "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, "pieces", _MIXTRAL),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, "qwen2", {"tie_word_embeddings": True}),
@@ -651,6 +684,13 @@ def config_of(name):
     return saved, {**shapes, **more, **{f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}}
 
 
+def check_names(converter):
+    """Compare the names of pre-tokenizers with those in the converter."""
+    code = (Path(converter) / "conversion" / "base.py").read_text(encoding="utf-8")
+    names = dict(re.findall(r'chkhsh == "(\w+)":\s+(?:#.*\s+)?res = "(.+)"', code))
+    assert names == llama_models.pre_tokenizers()["by_hash"]
+
+
 def reference(converter, folder, path, options=(), *, raw=False):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another.
 
@@ -686,8 +726,8 @@ def reference(converter, folder, path, options=(), *, raw=False):
         "f32",
         *options,
     ]
-    env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
-    env |= {"SAFELOAD_RAW": "1"} if raw else {}
+    path = f"{converter}/gguf-py{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": path, "SAFELOAD_PRE": pre, **({"SAFELOAD_RAW": "1"} if raw else {})}
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
 
@@ -697,6 +737,7 @@ def _text(path):
 
 
 def main(converter, names):
+    check_names(converter)
     for name, (maker, _) in () if names else TOKENIZERS.items():
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
