@@ -465,7 +465,8 @@ def check_gguf(
             kind = "bias" if name.endswith(".bias") else "vector"
             findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
     sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *form.required, *_MORE_SIZES)]
-    array = next((key for key in sizes if isinstance(metadata.get(key), np.ndarray)), None)
+    arrays = (key for key in sizes if isinstance(metadata.get(key), np.ndarray))
+    array = next((key for key in arrays if not form.can_be_list(key.removeprefix(f"{architecture}."))), None)
     if array is not None:
         findings.append(find("gguf.unchecked:layers", key=array))
     if array is not None or any(key in sizes for key, _ in faults):
@@ -482,7 +483,7 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     required = [f"{architecture}.{key}" for key in ("context_length", *epsilons, *rows.SIZES, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
-    required += [_MERGES] if model == "gpt2" else []
+    required += [_MERGES] if model in ("gpt2", "gemma4") else []
     yield from ((key, find("gguf.key", key=key)) for key in required if key not in metadata)
     types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
     types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
@@ -509,4 +510,6 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
     if kind == rows.NUMBERS:
         return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+    if kind == rows.BOOLS:
+        return isinstance(value, np.ndarray) and value.dtype.kind == "b"
     return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

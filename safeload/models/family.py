@@ -23,26 +23,34 @@ The fields of ``gguf``:
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason.
 - ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
+- ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
-  with ``each_layer``, the number of layers, it is an array. ``when``: an expression, 0 for a key that is not written.
+  with ``each_layer``, the number of layers, it is an array, unless that is 0. ``when``: an expression, 0 for a key that
+  is not written.
   ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is filled up with zeros.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
-  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
-  tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
+  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. If ``defaults`` have
+  such a name with ``_list`` at its end, the key can be an array for each layer, which has that name. ``from``: the
+  published tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of
+  sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
-  that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
-- ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
+  that a config made from a file names. ``conditions``: expressions that must not be 0, with what llama.cpp needs.
+  ``activations``: the ``values`` of the ``config`` keys that it has.
+- ``windows``: ``full_every``, the distance of layers without a sliding window; ``ignored``, true if llama.cpp attends
+  to all positions; or ``listed``, true if the file has the kind of each layer. ``query_scale_by_width``: layers of
+  the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+  no text begins with a space. ``end_of_turn``: a token. ``tokenizer``: "gemma4" for its kind. ``foreign``: false
+  if no config can be made from a file of another program. ``suppress_tokens``: true to write those that
+  ``generation_config.json`` has.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -61,7 +69,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import Schema, language_of, listed_in
+from .schema import MAX_LAYERS, Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -114,7 +122,7 @@ class GgufKey(NamedTuple):
     default: Any = None
     optional: bool = False
     value: str | None = None  # an expression over the config in place of ``config``
-    each_layer: str | None = None  # expression of the number of layers: the key is an array of the value for each
+    each_layer: str | None = None  # expression of the number of layers: an array of the value for each, unless it is 0
     when: str | None = None  # an expression; the key is not written if it is 0
     values: Mapping[str, Any] = MappingProxyType({})  # what is written for each text of the config
     times: float = 1.0  # factor of a number
@@ -176,9 +184,13 @@ class GgufForm:
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
+        self.per_layer: tuple[str, ...] = content.get("per_layer", ())
+        self.conditions: Mapping[str, str] = content.get("conditions", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
+        self.lists_windows: bool = content["windows"].get("listed", False)
+        self.from_foreign: bool = content.get("foreign", True)
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
@@ -186,6 +198,8 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
+        self.tokenizer: str | None = content.get("tokenizer")
+        self.suppresses: bool = content.get("suppress_tokens", False)
 
     @property
     def embedding(self) -> str:
@@ -230,10 +244,22 @@ class GgufForm:
                 result.setdefault(source, []).append((name, layout))
         return result
 
-    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, int]:
-        """Return the integers of a file's metadata under the names of its schema."""
-        values = ((key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys)
-        sizes = {key: int(value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)}
+    def can_be_list(self, key: str) -> bool:
+        """Return True if shapes follow from a key that is an array with an item for each layer."""
+        return f"{key.replace('.', '_')}_list" in self._content["defaults"]
+
+    def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
+        """Return the integers of a file's metadata, and lists of them, under the names of its schema."""
+        values: list[tuple[str, Any]] = [
+            (key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys
+        ]
+        sizes: dict[str, Any] = {
+            key: int(value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)
+        }
+        for key, value in values:
+            items = value.tolist() if self.can_be_list(key) and hasattr(value, "tolist") else None
+            if isinstance(items, list) and len(items) <= MAX_LAYERS:
+                sizes[f"{key}_list"] = items
         if tokens is not None:
             sizes["vocab_size"] = tokens
         # Some files have the projections of q, k and v in a single matrix.

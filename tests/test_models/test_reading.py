@@ -28,13 +28,14 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+    *("classes", "per_layer", "conditions", "tokenizer", "foreign", "suppress_tokens"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times"}
+FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at"}
 
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
@@ -63,7 +64,8 @@ def keys_below(node):
         operands = [node.operand]
     elif isinstance(node, ast.Call):
         assert node.func.id in FUNCTIONS
-        key, argument = node.args
+        key, argument, *words = node.args
+        assert [type(each) for each in words] == [ast.Name] * (node.func.id == "kind")
         assert isinstance(key, (ast.Name, ast.Attribute))
         word = node.func.id == "starts"
         assert isinstance(argument, ast.Name) or not word
@@ -90,7 +92,7 @@ def test_the_json_of_a_family_is_well_formed(name):
         assert any(entry.name == pattern or fnmatchcase(entry.name, pattern) for entry in inherited), pattern
     for entry in (content.get("tensors") or {}).values():
         assert entry.keys() <= ENTRY_FIELDS
-        assert type(entry.get("optional", False)) is bool
+        assert type(entry.get("optional", False)) in (bool, str)
         assert all(isinstance(entry.get(field, []), list) for field in ("also", "architectures"))
 
 
@@ -109,6 +111,8 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     for entry in own.get("tensors", {}).values():
         assert entry.keys() <= ENTRY_FIELDS | {"from"}
     keys = form.keys
+    for text in (*form.conditions, *(part for key in keys.values() for part in (key.value, key.each_layer, key.when))):
+        assert text is None or keys_of(text)
     assert sum(key.endswith("_epsilon") for key in keys) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
@@ -135,6 +139,7 @@ def test_a_schema_is_well_formed(name):
     schema = SCHEMAS[name]
     slots = {*schema.counts, *([""] if schema.layers is not None else [])}
     texts = [schema.layers, schema.more_layers, *schema.counts.values()]
+    texts += [entry.optional for entry in schema.entries if isinstance(entry.optional, str)]
     texts += [value for value in schema.defaults.values() if isinstance(value, str)]
     assert schema.entries
     for entry in schema.entries:
