@@ -14,6 +14,11 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
+# Models of text and images, of which the language model comes back.
+LARGER = [name for name, model in MODELS.items() if "text_config" in model["config"]]
+ALONE = [name for name in MODELS if name not in LARGER]
+# Families that come back only from files of ours.
+OURS = [name for name in MODELS if name.startswith("gemma4")]
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def json_of(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALONE)
 def test_there_and_back_is_the_identity(name, tmp_path):
     source = llama_models.write_folder(tmp_path / name, MODELS[name])
     safeload.convert(source, tmp_path / "x.gguf")
@@ -61,7 +66,31 @@ def test_there_and_back_is_the_identity(name, tmp_path):
         assert (tmp_path / "back" / "tokenizer.model").exists()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LARGER)
+def test_the_language_model_of_a_larger_one_comes_back(name, tmp_path):
+    source, model = llama_models.write_folder(tmp_path / name, MODELS[name]), MODELS[name]
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/", dtype="bfloat16")
+    before = {
+        key.replace("language_model.", ""): array
+        for key, array in safeload.load(source).items()
+        if "language_model" in key
+    }
+    after = safeload.load(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(array.tobytes() == after[tensor].tobytes() for tensor, array in before.items())
+    config = json_of(tmp_path / "back" / "config.json")
+    assert config.items() >= model["config"]["text_config"].items()
+    assert config["architectures"] == [model["config"]["architectures"][0].replace("ConditionalGeneration", "CausalLM")]
+    assert "vision_config" not in config
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_foreign_file_whose_config_is_unknown_is_refused(name, written):
+    refused(written(name), "only files that safeload wrote become folders for transformers")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OURS])
 def test_a_foreign_file_becomes_the_same_file_again(name, written, tmp_path, caplog):
     path = written(name)
     safeload.convert(path, tmp_path / "back/", dtype="bfloat16")
