@@ -226,6 +226,23 @@ def test_configs_of_gemma_4_are_refused_by_name(config, match, folder):
     refused(folder("gemma4", **config), match)
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        ("cohere", {"use_qk_norm": True}, "needs norms of queries and keys .* exactly if there are 64 layers or more"),
+        ("cohere", {"attention_bias": True}, "attention_bias is True"),
+        ("cohere", {"rope_scaling": {"rope_type": "default", "factor": 1.0}}, "differ in 'factor'"),
+        ("cohere", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no rope.rope_type 'linear'"),
+        ("cohere2", {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
+        ("cohere2", {"layer_types": ["full_attention"] * 4}, "full attention in every layer number 4"),
+        ("cohere2", {"head_dim": 8}, "has the shape .*, but the sizes of the model need"),
+        ("cohere2", {"logit_scale": "1"}, "logit_scale must be a number"),
+    ],
+)
+def test_configs_of_cohere_are_refused_by_name(name, config, match, folder):
+    refused(folder(name, **config), match)
+
+
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern"])
 @pytest.mark.parametrize("value", [np.float32(2), np.arange(2, dtype=np.int32), np.ones(4, np.float32), "x"])
 def test_check_reports_sizes_of_layers_that_are_not_a_number_for_each(key, value, folder, tmp_path):

@@ -493,7 +493,7 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    for name, key in ((name, key) for name, key in form.keys.items() if key.config):
+    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.config[0][:5] != "rope."):
         value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):
             config[key.config[0]] = value

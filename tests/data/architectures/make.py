@@ -146,6 +146,23 @@ FAMILIES = {
             "biases": (["Gemma3ForCausalLM"], {**HEAD_DIM, "attention_bias": True, "tie_word_embeddings": False}),
         },
     ),
+    "cohere": (
+        "CohereConfig",
+        {
+            "": (["CohereForCausalLM", "CohereModel"], GROUPED),
+            "norms": (
+                ["CohereForCausalLM"],
+                {**GROUPED, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "": (["Cohere2ForCausalLM", "Cohere2Model"], GROUPED),
+            "biases": (["Cohere2ForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": False}),
+        },
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         {

@@ -280,6 +280,13 @@ MODELS = {
             "audio_config": {"audio_embed_dim": 16},
         },
     ),
+    "cohere": (transformers.CohereForCausalLM, transformers.CohereConfig, "qwen2", {"model_max_length": 1024}),
+    "cohere2": (
+        transformers.Cohere2ForCausalLM,
+        transformers.Cohere2Config,
+        "qwen2",
+        {"num_hidden_layers": 4, "sliding_window": 16, "rotary_pct": 1.0},
+    ),
     "phi3": (
         transformers.Phi3ForCausalLM,
         transformers.Phi3Config,
