@@ -466,7 +466,8 @@ def check_gguf(
             findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
     required = [key for key in form.required if not form.keys[key].types[0].startswith("array")]
     sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *required, *_MORE_SIZES)]
-    by_layer = {f"{architecture}.{name}" for name, key in form.keys.items() if key.each_layer is not None}
+    listed = [name for name, key in form.keys.items() if key.each_layer is not None or form.can_be_list(name)]
+    by_layer = {f"{architecture}.{name}" for name in listed}
     array = next((key for key in sizes if key not in by_layer and isinstance(metadata.get(key), np.ndarray)), None)
     if array is not None:
         findings.append(find("gguf.unchecked:layers", key=array))
@@ -484,7 +485,7 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
     required = [f"{architecture}.{key}" for key in ("context_length", *epsilons, *rows.SIZES, *form.required)]
     model = _text(metadata, _TOKENIZER)
     required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
-    required += [_MERGES] if model == "gpt2" else []
+    required += [_MERGES] if model in ("gpt2", "gemma4") else []
     yield from ((key, find("gguf.key", key=key)) for key in required if key not in metadata)
     types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
     types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}

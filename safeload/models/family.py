@@ -36,15 +36,19 @@ The fields of ``gguf``:
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family,
-  while ``config`` is for the way back; with ``each_layer``, the number of layers, it is an array. ``when``: an
+  while ``config`` is for the way back; with ``each_layer``, the number of layers, it is an array, unless
+  that is 0. ``when``: an
   expression, 0 for a key that is not written. ``values``: what is written for each text. ``times``: a factor.
   ``size``: of a list that is filled up with zeros.
+- ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
-  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
-  tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
+  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. If ``defaults`` have
+  such a name with ``_list`` at its end, the key can be an array for each layer, which has that name. ``from``: the
+  published tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of
+  sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``.
@@ -56,15 +60,17 @@ The fields of ``gguf``:
 - ``supports``: expressions by the config key that messages name; llama.cpp has no model with 0 in a layer.
 - ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
   ``value``, for each of the ``each_layer`` layers an item of ``values``.
-- ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others
-  in ``layer_types``; or ``ignored``, true if llama.cpp attends to all positions. ``others``: items of ``layer_types``
-  for other layers without a sliding window.
+- ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others in
+  ``layer_types``; ``listed``, true if the file has the kind of each layer; or ``ignored``, true if llama.cpp attends to
+  all positions. ``others``: items of ``layer_types`` for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
   config made from a file, by key: a tensor, the value without it and the value with it.
 - ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token. ``tokens``: ids of special
   tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
-  types that the tokenizer does not name.
+  types that the tokenizer does not name. ``tokenizer``: "gemma4" for its kind.
+  ``suppress_tokens``: true to write those that ``generation_config.json`` has.
+- ``conditions``: expressions that must not be 0, with what llama.cpp needs.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -86,7 +92,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import Config, ConfigError, Schema, language_of, listed_in
+from .schema import MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -142,7 +148,7 @@ class GgufKey(NamedTuple):
     default: Any = None
     optional: bool = False
     value: str | None = None  # an expression over the config in place of ``config``
-    each_layer: str | None = None  # expression of the number of layers: the key is an array of the value for each
+    each_layer: str | None = None  # expression of the number of layers: an array of the value for each, unless it is 0
     when: str | None = None  # an expression; the key is not written if it is 0
     values: Mapping[str, Any] = MappingProxyType({})  # what is written for each text of the config
     times: float = 1.0  # factor of a number
@@ -215,11 +221,14 @@ class GgufForm:
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
         self.text_type: str = content.get("text_type", self.model_type)
         self.supports: Mapping[str, str] = content.get("supports", {})
+        self.per_layer: tuple[str, ...] = content.get("per_layer", ())
+        self.conditions: Mapping[str, str] = content.get("conditions", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.windowed: str = content["windows"].get("kind", "sliding_attention")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
+        self.lists_windows: bool = content["windows"].get("listed", False)
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
@@ -233,6 +242,8 @@ class GgufForm:
         self.tied: bool = content.get("tied", False)
         self.nested: Mapping[str, Any] = content.get("nested", {})
         self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})
+        self.tokenizer: str | None = content.get("tokenizer")
+        self.suppresses: bool = content.get("suppress_tokens", False)
 
     @property
     def embedding(self) -> str:
@@ -282,12 +293,20 @@ class GgufForm:
                 result.setdefault(source, []).append((name, layout))
         return result
 
+    def can_be_list(self, key: str) -> bool:
+        """Return True if shapes follow from a key that is an array with an item for each layer."""
+        return f"{key.replace('.', '_')}_list" in self._content["defaults"]
+
     def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
         """Return the integers of a file's metadata, and lists by layer, under the names of its schema."""
         values: list[tuple[str, Any]]
         values = [(key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys]
         integers = [(key, value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)]
         sizes: dict[str, Any] = {key: int(value) for key, value in integers}
+        for key, value in values:
+            items = value.tolist() if self.can_be_list(key) and hasattr(value, "tolist") else None
+            if isinstance(items, list) and len(items) <= MAX_LAYERS:
+                sizes[f"{key}_list"] = items
         if tokens is not None:
             sizes["vocab_size"] = tokens
         for key, fields in self.keys.items():

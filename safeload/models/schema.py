@@ -12,8 +12,9 @@ They are fields of a family's file, see `safeload.models.family`::
   with a final "?" can be any size if the config lacks a key of the expression, or if the value is negative.
 - ``defaults``: a number or an expression for each key that the config can omit or set to null.
 - ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
-- ``optional``: the tensor can be absent. ``when``: an expression, in which ``layer`` is the layer number; the tensor
-  exists if the value is not 0.
+- ``optional``: true if the tensor can be absent, or an expression. ``when``: an expression; the tensor exists if the
+  value is not 0. In both, and in defaults, ``layer`` is the layer number. The keys of a layer in the config's
+  ``per_layer_config`` take precedence.
 - ``architectures`` of a tensor: class names or shell patterns; the tensor exists only in these architectures. With
   ``optional``, it can exist in any architecture. The first of the schema's ``architectures`` is the default.
 - ``tied``: the tensor whose weights this tensor shares if ``tied_when`` is not 0; the tensor can then be absent.
@@ -31,6 +32,7 @@ Expressions give integers, and have:
 - ``contains(key, 3)``: 1 if a list contains the number; ``contains(key, 'full')``: if a list or a string has the word;
 - ``starts(key, gated)``: 1 if a string starts with the word;
 - ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word, which can be ``'*'`` too;
+- ``at(key, 3)``: the value in layer 3;
 - ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
 
 The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
@@ -145,6 +147,8 @@ class Config:
         self._defaults = defaults  # numbers and expressions
         self._file = file  # name of the config's file, for messages
         self._cache: dict[tuple[str, int | None], int] = {}  # values of defaults by layer
+        layers = values.get("per_layer_config") if isinstance(values, Mapping) else None
+        self._layers: Mapping[str, Any] = layers if isinstance(layers, Mapping) else {}  # by layer number
 
     def evaluate(self, text: str, layer: int | None = None) -> int:
         """Return the value of an expression, for a condition in a layer."""
@@ -158,8 +162,11 @@ class Config:
     def value(self, name: str, layer: int | None = None) -> Any:
         """Return the value of a key as it is in the config, or its default, or None."""
         value: Any = self._values
+        own = self._layers.get(str(layer)) if self._layers else None
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(own, Mapping) and own.get(name) is not None:
+            value = own[name]
         if value is not None:
             return value
         default = self._defaults.get(name)
@@ -168,6 +175,12 @@ class Config:
         if (name, layer) not in self._cache:
             self._cache[name, layer] = self.evaluate(default, layer)
         return self._cache[name, layer]
+
+    def varies(self, text: str) -> bool:
+        """Return True if the value of an expression can depend on the layer."""
+        names = {*names_in(text)}
+        defaults = (default for name in names if isinstance(default := self._defaults.get(name), str))
+        return bool(self._layers) or LAYER_NUMBER in names or any(map(self.varies, defaults))
 
     def _integer(self, name: str, layer: int | None) -> int:
         value = layer if name == LAYER_NUMBER else self.value(name, layer)
@@ -200,6 +213,8 @@ class Config:
 
     def _function(self, node: Any, layer: int | None) -> int:
         function, key, argument = node.func.id, _name(node.args[0]), node.args[1]
+        if function == "at":
+            return self._integer(key, self._run(argument, layer))
         value = self.value(key, layer)
         word = function == "starts" or (isinstance(argument, ast.Constant) and isinstance(argument.value, str))
         counted = function == "len" and value is not None  # then the number is not needed
@@ -245,7 +260,7 @@ class SchemaEntry(NamedTuple):
     name: str
     shape: tuple[str, ...] | None = None
     role: str = WEIGHT
-    optional: bool = False
+    optional: bool | str = False
     when: str | None = None
     tied: str | None = None
     tied_when: str | None = None
@@ -352,7 +367,7 @@ class Schema:
             for prefix in self.prefixes:
                 name, other = entry.name.replace(PREFIX, prefix), entry.tied.replace(PREFIX, prefix)
                 if other in names:
-                    result[name] = other, entry.optional
+                    result[name] = other, bool(entry.optional)
                     break
         return result
 
@@ -376,10 +391,10 @@ class Schema:
         def holds(condition: str | None, layer: int | None) -> bool:
             return condition is None or keys.evaluate(condition, layer) != 0
 
-        def size_of(text: str, layer: int | None) -> int | None:
+        def size_of(text: str, layer: int | None = None) -> int | None:
             bare = text.removesuffix(ANY)
             names = [name for name in names_in(bare) if name != LAYER_NUMBER]
-            if bare != text and (not bare or any(keys.value(name) is None for name in names)):
+            if bare != text and (not bare or any(keys.value(name, layer) is None for name in names)):
                 return None
             value = keys.evaluate(bare, layer)
             if value < 0 and bare == text:
@@ -389,7 +404,7 @@ class Schema:
         expected: dict[str, ExpectedTensor] = {}
         total = 0
         for entry in self.entries:
-            required, slots = not entry.optional, _slots(entry)
+            required, slots = entry.optional is not True, _slots(entry)
             if not _in(entry, architecture):
                 # An architecture outside the schema can have the usual head.
                 if required and (architecture is not None or not _in(entry, usual)):
@@ -408,19 +423,20 @@ class Schema:
                 raise ConfigError(f"{texts}: a model can have at most {MAX_TENSORS:,} tensors")
             if not layers:
                 continue
-            varies = any(LAYER_NUMBER in names_in(text) for text in entry.shape or ())
-            shapes = {
-                layer: None if entry.shape is None else tuple(size_of(text, layer) for text in entry.shape)
-                for layer in (layers if varies else layers[:1])
-            }
+            varies = entry.shape is not None and None not in layers and any(map(keys.varies, entry.shape))
+            shape = None if entry.shape is None or varies else tuple(map(size_of, entry.shape))
             tied = entry.tied.replace(PREFIX, prefix) if entry.tied and holds(entry.tied_when, None) else None
             spellings = [PLACEHOLDER.split(text.replace(PREFIX, prefix)) for text in (entry.name, *entry.also)]
             stack = spellings[0][0] if slots else ""
             for layer, number in product(layers, range(inner)):
+                if varies and number == 0:
+                    shape = tuple(size_of(text, layer) for text in entry.shape or ())
+                needed = (
+                    required and tied is None and not (isinstance(entry.optional, str) and holds(entry.optional, layer))
+                )
                 spelled = [_spell(parts, layer, number) for parts in spellings]
                 name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
-                shape = shapes[layer if varies else layers[0]]
-                expected[name] = ExpectedTensor(name, shape, stack, layer, required and tied is None, entry, tied)
+                expected[name] = ExpectedTensor(name, shape, stack, layer, needed, entry, tied)
         if self.more_layers is None:
             return expected
         # Additional layers without any tensor in the model are absent.

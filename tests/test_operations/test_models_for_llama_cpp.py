@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.listed()
+KINDS = MODELS["gemma4"]["config"]["layer_types"]
 # Keys of the converter that safeload leaves out.
 OMITTED = {
     "qwen3_moe": {"qwen3moe.expert_shared_feed_forward_length"},
@@ -356,6 +357,101 @@ def test_another_scale_of_attention_is_refused(folder):
     refused(folder("gemma3", query_pre_attn_scalar=100), "query_pre_attn_scalar is 100, but llama.cpp uses 24")
 
 
+def test_the_scale_of_attention_that_transformers_assumes_is_compared(folder):
+    refused(folder("gemma3", query_pre_attn_scalar="absent"), "query_pre_attn_scalar is 256, but llama.cpp uses 24")
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"layer_types": [*KINDS[:2], "chunked", KINDS[1]]}, "layer_types: llama.cpp's gemma4 has no 'chunked'"),
+        ({"num_kv_shared_layers": 1}, "gemma4 needs a layer with a sliding window and one without it before those"),
+        ({"num_kv_shared_layers": 3}, "gemma4 needs a layer with a sliding window"),
+        ({"num_kv_shared_layers": 4}, "layer_types. in the config is .*, expected a list or a string with item -1"),
+        ({"num_kv_shared_layers": 0}, "tensors are missing: llama.cpp needs 'blk.2.attn_k.weight'"),
+        ({"per_layer_config": {"1": {"head_dim": 24}}}, "has the shape .*, but the sizes of the model need"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 1}}}, "per_layer_config: .*gemma4 has no 'rms_norm_eps' by layer"),
+        ({"per_layer_config": {"1": 3}}, "per_layer_config must map layers to objects"),
+        ({"per_layer_config": [3]}, "per_layer_config must map layers to objects"),
+        ({"hidden_size_per_layer_input": 0}, "llama.cpp's gemma4 has no tensor 'per_layer_token_embd.weight'"),
+        ({"use_double_wide_mlp": False}, "'blk.2.ffn_.*' has the shape|blk.2.ffn_.* has the shape"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_parameters": "absent"}, "llama.cpp has no rope type 'default' for gemma4"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+         "partial_rotary_factor must be 0 to 1, got 2"),
+    ],
+)  # fmt: skip
+def test_configs_of_gemma_4_are_refused_by_name(config, match, folder):
+    refused(folder("gemma4", **config), match)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        ("cohere", {"use_qk_norm": True}, "needs norms of queries and keys .* exactly if there are 64 layers or more"),
+        ("cohere", {"attention_bias": True}, "attention_bias is True"),
+        ("cohere", {"rope_scaling": {"rope_type": "default", "factor": 1.0}}, "differ in 'factor'"),
+        ("cohere", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no rope.rope_type 'linear'"),
+        ("cohere2", {"rotary_pct": 0.5}, "rotary_pct is 0.5"),
+        ("cohere2", {"layer_types": ["full_attention"] * 4}, "full attention in every layer number 4"),
+        ("cohere2", {"head_dim": 8}, "has the shape .*, but the sizes of the model need"),
+        ("cohere2", {"logit_scale": "1"}, "logit_scale must be a number"),
+    ],
+)
+def test_configs_of_cohere_are_refused_by_name(name, config, match, folder):
+    refused(folder(name, **config), match)
+
+
+@pytest.mark.parametrize("key", ["attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern"])
+@pytest.mark.parametrize("value", [np.float32(2), np.arange(2, dtype=np.int32), np.ones(4, np.float32), "x"])
+def test_check_reports_sizes_of_layers_that_are_not_a_number_for_each(key, value, folder, tmp_path):
+    safeload.convert(folder("gemma4"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        gguf.save_file(file.load(), tmp_path / "wrong.gguf", {**file.metadata, f"gemma4.{key}": value})
+    report = safeload.check(tmp_path / "wrong.gguf")
+    assert report.errors
+
+
+def test_kinds_of_heads_stand_in_two_forms_of_a_config(folder, tmp_path):
+    """Published models name the heads of layers without a window, and transformers saves those of each layer."""
+    by_layer = MODELS["gemma4_moe"]["config"]
+    published = {"per_layer_config": "absent", "global_head_dim": 32, "num_global_key_value_heads": 1}
+    assert "global_head_dim" not in by_layer
+    safeload.convert(folder("gemma4_moe", **published), tmp_path / "x.gguf", dtype="float32")
+    described = llama_models.described(tmp_path / "x.gguf")
+    assert described == {key: MODELS["gemma4_moe"]["reference"][key] for key in described}
+
+
+def test_an_output_without_soft_capping_stays_so(folder, tmp_path):
+    """Without the key llama.cpp takes 30."""
+    safeload.convert(folder("gemma4", final_logit_softcapping=None), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["gemma4.final_logit_softcapping"] == 0
+
+
+def test_tokens_that_are_not_to_be_generated_are_listed(folder, tmp_path):
+    files = {"generation_config.json": '{"suppress_tokens": [5, 6]}'}
+    safeload.convert(folder("gemma4_unified", files=files), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["tokenizer.ggml.suppress_tokens"].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("tokens", ["[-1]", "3", '["a"]'])
+def test_tokens_that_are_not_to_be_generated_are_ids(tokens, folder):
+    files = {"generation_config.json": f'{{"suppress_tokens": {tokens}}}'}
+    refused(folder("gemma4_unified", files=files), "suppress_tokens must be a list of ids")
+
+
+def test_rows_beyond_the_vocabulary_of_gemma_3_are_cut(folder, tmp_path):
+    name = "model.embed_tokens.weight"
+    usual = llama_models.tensors_of(MODELS["gemma3"])[name]
+    safeload.convert(folder("gemma3", tensors={name: np.concatenate([usual, usual[:7]])}), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file["token_embd.weight"].tobytes() == usual.tobytes()
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == len(usual)
+
+
 def test_windows_that_llama_cpp_ignores_are_a_warning(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "safeload"):
         safeload.convert(folder("mistral", sliding_window=64), tmp_path / "x.gguf")
@@ -373,6 +469,23 @@ def test_rows_without_a_token_are_padding(folder, tmp_path):
 
 
 # ---- tokenizers ----
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (None, "tokenizer.json does not exist, but llama.cpp needs it"),
+        ({"byte_fallback": False}, "has no bytes for unknown characters"),
+        ({"type": "Unigram"}, "a model of type 'Unigram'"),
+        ({"merges": [["a"]]}, "invalid merge"),
+        ({"vocab": {"a": -1}}, "token 'a' has the id -1"),
+        ({"vocab": {"a": 453}}, "token 'a' has the id 453, but the embedding has 453 rows"),
+    ],
+)
+def test_a_tokenizer_of_gemma_4_that_llama_cpp_does_not_have(change, match, folder):
+    content = tokenizer("gemma4")
+    content["model"].update(change or {})
+    refused(folder("gemma4", files={"tokenizer.json": change and json.dumps(content)}), match)
 
 
 def tokenizer(name):

@@ -18,7 +18,7 @@ MODELS = llama_models.plain()
 OWN_FILES_ONLY = (
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense", "falcon_h1", "falcon_h1_norm"),
-    *("mamba", "mamba2"),
+    *("mamba", "mamba2", "gemma4", "gemma4_moe"),
 )
 
 

@@ -24,7 +24,6 @@ from ...models.family import (
     GgufLayout,
     gguf_architectures,
     gguf_form,
-    gguf_forms,
     is_kept_f32,
     without_numbers,
 )
@@ -82,7 +81,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     if name is None or catalog.format == "gguf":
         return catalog
     if form is None:
-        text = f"architecture {show(name)} cannot be converted for llama.cpp, expected one of {', '.join(gguf_forms())}"
+        text = f"architecture {show(name)} cannot be converted for llama.cpp; `safeload families` lists those that can"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig({**(catalog.config or {}), **_counted(catalog, form)}, catalog.title, form)
@@ -104,7 +103,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     metadata = {
         ARCHITECTURE: form.architecture,
         "general.type": "model",
-        **_general_keys(files.folder, shapes, config),
+        **_general_keys(files.folder, shapes, config, form),
         **settings,
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
@@ -122,7 +121,9 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
 # ---- name, size and settings of sampling ----
 
 
-def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Any]:
+def _general_keys(
+    folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, form: GgufForm
+) -> dict[str, Any]:
     """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
     name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
     named = config.values.get("_name_or_path")
@@ -137,6 +138,11 @@ def _general_keys(folder: Location, shapes: Mapping[str, tuple[int, ...]], confi
             if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
                 raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
             keys[f"general.sampling.{key}"] = kind(value)
+    tokens = content.get("suppress_tokens") if form.suppresses else None
+    if tokens:
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < MAX_PIECES for token in tokens):
+            raise FormatError(f"{_GENERATION}: suppress_tokens must be a list of ids, got {show(tokens)}", folder.shown)
+        keys["tokenizer.ggml.suppress_tokens"] = np.array(tokens, np.int32)
     if name.strip(". "):
         words = name[:_LONGEST].strip().replace("-", " ").split()
         titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
@@ -170,9 +176,8 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     architecture = str(metadata[ARCHITECTURE])
     known = gguf_architectures()
     if architecture not in known:
-        text = f"architecture {show(architecture)} cannot become a folder for transformers, expected one of "
-        names = ", ".join(sorted(known))
-        raise UnsupportedError(f"{catalog.title}: {text}{names}; raw=True writes the tensors as they are")
+        text = f"architecture {show(architecture)} cannot become a folder for transformers; `safeload families` lists "
+        raise UnsupportedError(f"{catalog.title}: {text}those that can; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
     kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
@@ -187,7 +192,8 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         if inner is not config:  # a model of text and images, whose language model is in the file
             text_form = _text_form(catalog, form, name, inner.get("model_type"), "ForCausalLM")
             kinds = {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-            config = {key: value for key, value in inner.items() if not isinstance(value, Mapping) or "rope" in key}
+            flat = {key: value for key, value in inner.items() if not isinstance(value, Mapping)}
+            config = {k: value for k, value in inner.items() if k in flat or "rope" in k or k == "per_layer_config"}
             config |= kinds
         elif _has_towers(config):
             _text_form(catalog, form, name, None, "ForCausalLM")
@@ -356,6 +362,8 @@ def _arrangement(
     if len(shape) < (2 if layout.columns or layout.transposed else 1 if rows else 0):
         raise error_about(FormatError, f"has the shape {list(shape)}, expected more axes", tensor=name)
     row_places = config.places(rows, shape[0], name) if rows else None
+    if row_places is not None and np.array_equal(row_places, np.arange(shape[0])):
+        row_places = None  # all rows in their order
     column_places = config.places(layout.columns, shape[1], name) if layout.columns else None
     counts = [len(places) for places in (row_places, column_places) if places is not None]
     inner = (
@@ -394,7 +402,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
             sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
         place, layout = sources[-1 if kind == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
-        axes = 2 if name.endswith(".bias") else 3
+        axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
         if numbers:

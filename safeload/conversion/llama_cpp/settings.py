@@ -83,6 +83,7 @@ class ModelConfig:
 
     def __init__(self, values: Mapping[str, Any], title: str, form: GgufForm | None = None) -> None:
         self.values = language_of(values, form.nested if form is not None else {})
+        self.whole = values  # also of the vision tower
         self._title = title
         self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
         self._defaults = form.defaults if form is not None else {}
@@ -202,6 +203,7 @@ class ModelConfig:
             value = self.find(key.config)
             if value is None and key.value is not None and key.each_layer is None:
                 value = self.integer(key.value)
+            value = key.default if value is None else value
             if value is not None:
                 return self.positive(value, (*key.config, name)[0])
         raise self.fault(f"{self._keys[keys[-1]].config[0]} is missing")
@@ -213,7 +215,10 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        if self.find(self._keys["attention.key_length"].config) is not None:
+        key = self._keys["attention.key_length"]
+        if key.value is not None:
+            return self.positive(self.integer(key.value), key.value)
+        if key.default is not None or self.find(key.config) is not None:
             return self.size("attention.key_length")
         return max(1, self.size("embedding_length") // self.size("attention.head_count"))
 
@@ -237,8 +242,12 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
         layers = min(config.size("block_count"), MAX_LAYERS)
         if not all(config.integer(condition, layer) for layer in range(layers)):
             raise config.unsupported(f"{setting} is {show(config.find((setting,)))}, unlike in {form.architecture}")
+    for condition, text in form.conditions.items():
+        if not config.integer(condition):
+            raise config.unsupported(f"llama.cpp's {form.architecture} needs {text}")
+    _check_layers(config, form)
     _check_windows(config, form)
-    scale = config.values.get("query_pre_attn_scalar")
+    scale = config.values.get("query_pre_attn_scalar", form.defaults.get("query_pre_attn_scalar"))
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
         raise config.unsupported(f"query_pre_attn_scalar is {show(scale)}, but llama.cpp uses {usual}")
     stated = ((name, _setting(config, key)) for name, key in form.keys.items() if key.config or key.value is not None)
@@ -258,13 +267,13 @@ def _setting(config: ModelConfig, key: GgufKey) -> Any:
     if key.when is not None and not config.integer(key.when):
         return None
     kind, name = key.types[0], next(iter(key.config), "")
-    if key.each_layer is not None:
-        layers = config.integer(key.each_layer)
+    layers = 0 if key.each_layer is None else config.integer(key.each_layer)
+    if layers:
         if not 0 <= layers <= MAX_LAYERS:
             raise config.fault(f"{key.each_layer} must be 0 to {MAX_LAYERS}, got {layers}")
         numbers = [config.integer(key.value or "0", layer) for layer in range(layers)]
         return np.array(numbers, bool if kind == BOOLS else np.int32)
-    if key.value is not None:
+    if key.value is not None and key.each_layer is None:
         return _typed(config, kind, config.integer(key.value), key.value)
     value = config.find(key.config)
     if value is None:
@@ -311,6 +320,16 @@ def _kinds_of_layers(layers: int, full_every: int, windowed: str) -> list[str]:
     return [windowed if k % full_every else "full_attention" for k in range(1, layers + 1)]
 
 
+def _check_layers(config: ModelConfig, form: GgufForm) -> None:
+    """Refuse settings of single layers that llama.cpp has for all layers only."""
+    by_layer = config.values.get("per_layer_config") or {}
+    if not isinstance(by_layer, Mapping) or not all(isinstance(values, Mapping) for values in by_layer.values()):
+        raise config.fault(f"per_layer_config must map layers to objects, got {show(by_layer)}")
+    other = next((key for values in by_layer.values() for key in values if key not in form.per_layer), None)
+    if other is not None:
+        raise config.unsupported(f"per_layer_config: llama.cpp's {form.architecture} has no {show(other)} by layer")
+
+
 def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
     values, layers, every = config.values, config.size("block_count"), form.full_every
@@ -322,6 +341,11 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
+        return
+    if form.lists_windows:
+        other = next((kind for kind in kinds or () if kind not in ("full_attention", "sliding_attention")), None)
+        if other is not None:
+            raise config.unsupported(f"layer_types: llama.cpp's {form.architecture} has no {show(other)}")
         return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
@@ -385,8 +409,8 @@ class Rope:
         base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
-        if self.sliding_base is not None:
-            yield "freq_base_swa", gguf.F32(self.sliding_base)
+        if self.sliding_base is not None or rope.sliding:
+            yield "freq_base_swa", gguf.F32(USUAL_BASE if self.sliding_base is None else self.sliding_base)
         if self.kind in ("linear", "yarn"):
             yield "scaling.type", self.kind
             yield "scaling.factor", gguf.F32(self._number("factor"))
@@ -413,6 +437,8 @@ class Rope:
             raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
             return {"rope_freqs.weight": self._llama3()}
+        if self.kind == "proportional":
+            return {"rope_freqs.weight": self._proportional()}
         result = {}
         for key in ("long_factor", "short_factor") if self.kind == "longrope" else ():
             count, factors = self._rotated() // 2, self.full.get(key)
@@ -437,6 +463,13 @@ class Rope:
 
     def _original(self) -> int:
         return self.config.positive(self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL)), _ORIGINAL)
+
+    def _proportional(self) -> Array:
+        """Return divisors of frequencies: 1 for the first part of a head, and beyond all numbers for the rest."""
+        size, share = self.config.head_dim, self._number("partial_rotary_factor", 1.0)
+        if not 0 <= share <= 1 or size // 2 > MAX_FACTORS:
+            raise self.config.fault(f"partial_rotary_factor must be 0 to 1, got {share} of heads with {size} values")
+        return np.where(np.arange(size // 2) < int(size * share / 2), 1, 1e30).astype(np.float32)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""

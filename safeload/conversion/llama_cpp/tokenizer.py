@@ -1,7 +1,8 @@
 """The tokenizer of a model as metadata of llama.cpp, and the files of a tokenizer from such metadata.
 
-llama.cpp has two kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
-"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. The files are those of transformers:
+llama.cpp has three kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
+"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. "gemma4" merges characters in lines. The
+files are those of transformers:
 
 1. ``tokenizer.model``: a vocabulary of SentencePiece.
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
@@ -34,7 +35,7 @@ import json
 import math
 import struct
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -61,6 +62,8 @@ _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
 # Texts of tokens that are control tokens although their tokenizer does not say so.
 _CONTROLS = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _FENCES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))  # around the texts of other such tokens
+# Control tokens of Gemma 4 that llama.cpp shows.
+_VISIBLE = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
 # Names with which llama.cpp begins a text with the first token if a file does not say whether.
@@ -169,7 +172,8 @@ class Vocabulary:
     """The tokens of a model in llama.cpp's form, with ids up to the ``rows`` of the embedding filled up."""
 
     def __init__(self, kind: str, rows: int) -> None:
-        self.kind, self.pre = kind, "default"  # "llama" or "gpt2"
+        self.kind = kind  # "llama", "gpt2" or "gemma4"
+        self.pre: str | None = "default"  # None leaves the key out
         self.texts = [f"[PAD{k}]" for k in range(rows)]
         self.types, self.scores = [UNUSED] * rows, [_PADDING_SCORE] * rows
         self.merges: list[str] | None = None
@@ -197,7 +201,7 @@ class Vocabulary:
             "model": self.kind,
             "pre": self.pre,
             "tokens": self.texts,
-            "scores": np.array(self.scores, np.float32) if self.merges is None else None,
+            "scores": np.array(self.scores, np.float32) if self.kind != "gpt2" else None,
             "token_type": np.array(self.types, np.int32),
             "merges": self.merges,
             "add_space_prefix": self.add_space_prefix,
@@ -209,7 +213,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     """Return the metadata of a tokenizer, for an embedding with so many rows."""
     if files.tekken is not None:
         return _tekken_keys(files, files.tekken, rows)
-    vocabulary = vocabulary_of(files, rows)
+    vocabulary = _gemma4(files, rows) if form.tokenizer == "gemma4" else vocabulary_of(files, rows)
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
@@ -218,6 +222,8 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
         keys.setdefault(f"{_PREFIX}add_bos_token", False)
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+    if vocabulary.kind == "gemma4":
+        keys[f"{_PREFIX}add_bos_token"] = True
     for kind, text in form.special_tokens.items():
         if text not in vocabulary.texts:
             raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
@@ -231,19 +237,24 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
         raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
-    model = _object(files.json, "model")
+    model, decodes = _bpe(files, files.json), _object(files.json, "decoder").get("type")
+    if model.get("byte_fallback") is True and decodes == "Sequence":
+        return _from_merges(files, files.json, rows)
+    if decodes != "ByteLevel":
+        raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
+    return _byte_level(files, files.json, rows)
+
+
+def _bpe(files: TokenizerFiles, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the model of a ``tokenizer.json``, and refuse settings that llama.cpp does not have."""
+    model = _object(content, "model")
     kind = model.get("type", "BPE" if "merges" in model else None)  # files of 2020, such as GPT-2's, have no type
     if kind != "BPE":
         raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key) not in (None, "", 0):
             raise files.unsupported(f"{JSON} has the {key} {show(model[key])}, which llama.cpp does not have")
-    decodes = _object(files.json, "decoder").get("type")
-    if model.get("byte_fallback") is True and decodes == "Sequence":
-        return _from_merges(files, files.json, rows)
-    if decodes != "ByteLevel":
-        raise files.unsupported(f"{JSON} has a decoder of type {show(decodes)}, expected 'ByteLevel' or 'Sequence'")
-    return _byte_level(files, files.json, rows)
+    return model
 
 
 def _object(holder: Any, key: str) -> Mapping[str, Any]:
@@ -293,13 +304,48 @@ def _from_merges(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -
                 raise files.unsupported(text)
     unknown = content["model"].get("unk_token")
     for text, number in vocab.items():
-        byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-        kind = BYTE if byte else UNKNOWN if text == unknown else NORMAL
+        kind = BYTE if _is_byte(text) else UNKNOWN if text == unknown else NORMAL
         scored.put(number, text, kind, -1.0 - ranks[text] if text in ranks else 0.0)
     for token in files.added_in_json:
         if token.text != unknown:
             scored.add(token)
     return _with_added(files, scored, _space_prefix(files, content))
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+def _gemma4(files: TokenizerFiles, rows: int) -> Vocabulary:
+    """Return the vocabulary of Gemma 4: merges of characters as in byte-level BPE, with SentencePiece's spaces."""
+    content = files.json
+    if content is None:
+        raise files.unsupported(f"{JSON} does not exist, but llama.cpp needs it")
+    model = _bpe(files, content)
+    if model.get("byte_fallback") is not True or _space_prefix(files, content):
+        raise files.unsupported(f"{JSON} puts a space before texts, or has no bytes for unknown characters")
+    result, vocab, special = Vocabulary("gemma4", rows), _vocab(files, model), _special_texts(files.config or {})
+    result.pre, result.add_space_prefix = None, False
+    added = {token.text: token.id for token in (*files.added_elsewhere, *files.added_in_json)}
+    for text, number in {**added, **vocab}.items():
+        if number >= rows:
+            raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
+        kind = CONTROL if text in special else NORMAL if text in vocab else USER_DEFINED
+        visible = text in _VISIBLE  # chat templates need them in texts
+        result.put(number, text, BYTE if _is_byte(text) else USER_DEFINED if visible else kind, _ADDED_SCORE)
+    result.merges = _spaced(_pairs(files, model))
+    return result
+
+
+def _special_texts(config: Mapping[str, Any]) -> set[str | None]:
+    """Return the tokens that a ``tokenizer_config.json`` names, or that its class names if it does not."""
+    named = dict.fromkeys(("bos", "eos", "unk", "pad", "mask")) if "Gemma" in str(config.get("tokenizer_class")) else {}
+    entries = [config.get(f"{kind}_token", f"<{kind}>") for kind in named]
+    entries += [value for key, value in config.items() if key.endswith("_token")]
+    for key in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
+        more = config.get(key)
+        entries += more.values() if isinstance(more, Mapping) else more if isinstance(more, list) else ()
+    return {*map(_text, entries)}
 
 
 def _with_added(files: TokenizerFiles, scored: Vocabulary, space_prefix: bool | None) -> Vocabulary:
@@ -383,8 +429,12 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
     if pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
     result.pre = pre
-    result.merges = [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in _pairs(files, model)]
+    result.merges = _spaced(_pairs(files, model))
     return result
+
+
+def _spaced(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    return [" ".join(part.replace(" ", _BYTE_SPACE) for part in pair) for pair in pairs]
 
 
 def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], list[str]]:
@@ -672,7 +722,8 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
             adds.setdefault(kind, flag)
         put(kind, numbers.get(_text(tokens.get(f"{kind}_token"))))
     for kind in types:
-        put(kind, config.values.get(f"{kind}_token_id"))
+        key = f"{kind}_token_id"
+        put(kind, config.values.get(key) if config.whole.get(key) is None else config.whole[key])
     if files.json is None:
         numbers = {text: number for number, text in enumerate(texts)}
         for kind in USUAL:
@@ -801,7 +852,7 @@ _MOST_SCORE = 1 << 127  # scores are f32
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
     kind = text_at(catalog, f"{_PREFIX}model")
-    if kind not in ("llama", "gpt2"):
+    if kind not in ("llama", "gpt2", "gemma4"):
         return {}, [f"the tokenizer, of type {show(kind)}"]
     tokens = _Tokens(catalog, scored=kind == "llama")
     kept, config = kept_json(catalog, JSON), kept_json(catalog, CONFIG)

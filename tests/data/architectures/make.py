@@ -32,6 +32,13 @@ SIZES = {
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 HEAD_DIM = {**GROUPED, "head_dim": 10}
+GEMMA_4_UNIFIED = {
+    **HEAD_DIM,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 12,
+}
+GEMMA_4 = {**GEMMA_4_UNIFIED, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 90}
 MOE = {**HEAD_DIM, "moe_intermediate_size": 14, "num_experts": 3, "num_experts_per_tok": 2}
 QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 18}
 QWEN2_MOE.pop("head_dim")
@@ -218,6 +225,59 @@ FAMILIES = {
                 {**HEAD_DIM, **LABELS},
             ),
             "biases": (["Gemma3ForCausalLM"], {**HEAD_DIM, "attention_bias": True, "tie_word_embeddings": False}),
+        },
+    ),
+    "cohere": (
+        "CohereConfig",
+        {
+            "": (["CohereForCausalLM", "CohereModel"], GROUPED),
+            "norms": (
+                ["CohereForCausalLM"],
+                {**GROUPED, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "": (["Cohere2ForCausalLM", "Cohere2Model"], GROUPED),
+            "biases": (["Cohere2ForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": False}),
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "": (["Gemma4ForCausalLM", "Gemma4TextModel"], {**GEMMA_4, "num_kv_shared_layers": 2}),
+            "experts": (
+                ["Gemma4ForCausalLM"],
+                {
+                    **GEMMA_4,
+                    "hidden_size_per_layer_input": 0,
+                    "enable_moe_block": True,
+                    "num_experts": 3,
+                    "top_k_experts": 2,
+                    "moe_intermediate_size": 14,
+                },
+            ),
+            "biases": (
+                ["Gemma4ForCausalLM"],
+                {
+                    **GEMMA_4,
+                    "attention_bias": True,
+                    "tie_word_embeddings": False,
+                    "attention_k_eq_v": True,
+                    "num_global_key_value_heads": 1,
+                    "use_double_wide_mlp": True,
+                    "num_kv_shared_layers": 2,
+                },
+            ),
+        },
+    ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "": (["Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"], GEMMA_4_UNIFIED),
+            "kinds": (["Gemma4UnifiedForCausalLM"], {**GEMMA_4_UNIFIED, "num_hidden_layers": 7, "layer_types": None}),
         },
     ),
     "phi3": (

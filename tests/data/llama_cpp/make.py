@@ -148,6 +148,40 @@ def tekken(folder):
     (folder / "tekken.json").write_text(json.dumps(content))
 
 
+def gemma4(folder, size=450):
+    """Merges of characters in lines with SentencePiece's spaces, as Gemma 4 has them."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|video|>", "<|channel>", "<|tool_call>", "<turn|>"]
+    first = [*special, '<|"|>', "<tool>", *(f"<0x{k:02X}>" for k in range(256))]
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    split = [pre_tokenizers.Split(Regex(text), "merged_with_next") for text in ("\u2581", "\n+")]
+    trained.pre_tokenizer = pre_tokenizers.Sequence(split)
+    trainer = trainers.BpeTrainer(vocab_size=size - len(first), limit_alphabet=100, show_progress=False)
+    trained.train_from_iterator((line for text in corpus() for line in text.splitlines()), trainer)
+    model = json.loads(trained.to_str())["model"]
+    texts = [*first, *model["vocab"], "\n", "\n\n"]
+    merges = [*map(tuple, model["merges"]), ("\n", "\n")]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {text: k for k, text in enumerate(texts)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ('<|"|>', "<tool>", "<new>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos>:1 $B:1", special_tokens=[("<bos>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "GemmaTokenizer", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>",
+        "eot_token": "<turn|>", "extra_special_tokens": ["<|video|>"], "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -170,6 +204,7 @@ TOKENIZERS = {
     "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
     "tekken": (tekken, 424),
+    "gemma4": (gemma4, 453),
 }
 
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -177,6 +212,18 @@ _QWEN_MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_GEMMA_4 = {
+    "num_hidden_layers": 4, "head_dim": 24, "global_head_dim": 32, "sliding_window": 16,
+    "final_logit_softcapping": 30.0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+_GEMMA_4_ROPE = {
+    "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 
 _DELTA_NET = {
     "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -381,6 +428,70 @@ MODELS = {
         transformers.Gemma3TextConfig,
         "gemma",
         {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 16, "num_hidden_layers": 6},
+    ),
+    "gemma3_vision": (
+        transformers.Gemma3ForConditionalGeneration,
+        transformers.Gemma3Config,
+        "gemma",
+        {
+            "text_config": {
+                "model_type": "gemma3_text", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 16, "vocab_size": 453,
+            },
+            "vision_config": _VISION, "mm_tokens_per_image": 4, "eos_token_id": [1, 2],
+        },
+    ),
+    "gemma4": (
+        transformers.Gemma4ForCausalLM,
+        transformers.Gemma4TextConfig,
+        "gemma4",
+        {
+            **_GEMMA_4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 453, "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4_moe": (
+        transformers.Gemma4ForCausalLM,
+        transformers.Gemma4TextConfig,
+        "gemma4",
+        {
+            **_GEMMA_4, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+            "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48,
+        },
+    ),
+    "gemma4_vision": (
+        transformers.Gemma4ForConditionalGeneration,
+        transformers.Gemma4Config,
+        "gemma4",
+        {
+            "text_config": {
+                **_SIZES, **_GEMMA_4, "model_type": "gemma4_text", "vocab_size": 453, "hidden_size_per_layer_input": 0,
+                "num_global_key_value_heads": 1, "attention_k_eq_v": True, "rms_norm_eps": 1e-6,
+                "use_bidirectional_attention": "vision", "hidden_activation": "gelu_pytorch_tanh",
+                "rope_parameters": _GEMMA_4_ROPE,
+            },
+            "vision_config": {**_VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        },
+    ),
+    "gemma4_unified": (
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        transformers.Gemma4UnifiedConfig,
+        "gemma4",
+        {
+            "text_config": {
+                **_SIZES, **_GEMMA_4, "model_type": "gemma4_unified_text", "vocab_size": 453, "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1, "rope_parameters": _GEMMA_4_ROPE, "moe_intermediate_size": None,
+            },
+            "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 4, "patch_size": 2, "output_proj_dims": 64},
+            "audio_config": {"audio_embed_dim": 16},
+        },
+    ),
+    "cohere": (transformers.CohereForCausalLM, transformers.CohereConfig, "qwen2", {"model_max_length": 1024}),
+    "cohere2": (
+        transformers.Cohere2ForCausalLM,
+        transformers.Cohere2Config,
+        "qwen2",
+        {"num_hidden_layers": 4, "sliding_window": 16, "rotary_pct": 1.0},
     ),
     "phi3": (
         transformers.Phi3ForCausalLM,
@@ -660,10 +771,12 @@ def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings, *published = MODELS[name]
     has = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
-    sizes = {key: value for key, value in _SIZES.items() if key in has or "text_config" in settings}
+    inner = settings.get("text_config")  # of a model of text and images; with its sizes, it has all keys to publish
+    sizes = {key: value for key, value in _SIZES.items() if key in has or inner}
     usual = {**sizes, "vocab_size": TOKENIZERS[tokenizer][1], "bos_token_id": None, "eos_token_id": None}
-    if "text_config" in settings:
-        config = config_class(**{**settings, "text_config": {**usual, **settings["text_config"]}})
+    whole = inner is not None and "hidden_size" in inner
+    if inner:
+        config = config_class(**{**settings, "text_config": inner if whole else {**usual, **inner}})
     else:
         config = config_class(**{**usual, **settings})
     with tempfile.TemporaryDirectory() as folder:
@@ -679,6 +792,8 @@ def config_of(name):
     for tensor in shapes:
         if name in _TRANSPOSED and ".mlp.experts." in tensor:
             shapes[tensor][1:] = shapes[tensor][:0:-1]
+    if whole:
+        saved["text_config"] = inner
     changes, more = [*published, {}, {}][:2]
     saved = {key: value for key, value in {**saved, **changes}.items() if key not in changes or value is not None}
     return saved, {**shapes, **more, **{f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}}
