@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -40,6 +41,29 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if config.option.numprocesses is None:
         config.option.numprocesses = min(MOST_PROCESSES, (os.cpu_count() or 1) + 1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="run the first and then every Nth case of a test"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A suite that is repeated elsewhere keeps all tests, and some of the cases of each."""
+    every = config.getoption("--every")
+    if every == 1:
+        return
+    cases: Counter[str] = Counter()
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left_out if cases[test] % every else chosen).append(item)
+        cases[test] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,6 +5,7 @@
 #     kernels: CI tries a part of it (tests/builders/thorough.py);
 #   - packed tensors: each test of CI tries a checkpoint of every second kind with one value of an option
 #     (tests/builders/quantized.py), this all;
+#   - the suite under sanitizers, and with the wheel on 3.10: CI runs every third and fourth case of a test, this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
@@ -25,6 +26,7 @@ mkdir -p "$1"
 kept=$(cd "$1" && pwd)
 SAFELOAD_FULL_SWEEP=1 pytest "$here"
 SAFELOAD_FULL_SWEEP=1 "$here/sanitizers/run.sh"
+"$here/../.ci/run" sanitized sanitized_suite oldest oldest_suite
 "$here/frameworks/run.sh" "$kept/frameworks"
 SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 "$here/native/run.sh"

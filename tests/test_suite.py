@@ -1,6 +1,7 @@
 """What holds for the tests themselves: short ids of cases, the same in every run; a first line in every file."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from builders.paths import TESTS
@@ -34,6 +35,18 @@ def test_long_values_are_cut(conftest, pytestconfig, value, want):
 def test_processes_report_calls_and_whatever_does_not_pass(conftest, when, outcome):
     report = pytest.TestReport("test_x.py::test", ("test_x.py", 0, "test"), {}, outcome, None, when)
     assert conftest.is_news(report) == (when == "call" or outcome != "passed")
+
+
+def test_a_repeated_suite_keeps_every_test_and_some_of_its_cases(conftest):
+    names = ["a.py::alone", *(f"a.py::many[{k}]" for k in range(7)), "b.py::many[0]"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    left_out = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: 3, hook=hook), items)
+    assert [item.nodeid for item in items] == [
+        "a.py::alone", "a.py::many[0]", "a.py::many[3]", "a.py::many[6]", "b.py::many[0]",
+    ]  # fmt: skip
+    assert len(items) + len(left_out) == len(names)
 
 
 def test_every_file_says_what_it_shows():

@@ -92,11 +92,8 @@ static sl_job job_of(int32_t op, int32_t from, int32_t to, int place) {
     return job;
 }
 
-static bool untouched(void) {
-    for (size_t i = 0; i < ROOM; i++)
-        if (memory[i] != 0) return false;
-    return true;
-}
+/* Each byte equals the next, and the first is 0: a loop would take most of the time of this program. */
+static bool untouched(void) { return memory[0] == 0 && memcmp(memory, memory + 1, ROOM - 1) == 0; }
 
 static bool names(const char *message, const char *name) { return strstr(message, name) != NULL; }
 
