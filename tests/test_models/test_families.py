@@ -1,10 +1,12 @@
 """The list of families: what safeload knows of each, in Python and on the command line."""
 
+import csv
 import json
 import re
 
 import pytest
-from builders.inside import main
+from builders.inside import main, model_families
+from builders.paths import ROOT
 
 import safeload
 
@@ -39,3 +41,53 @@ def test_the_command_prints_the_list(capsys):
             for each in safeload.families()
         ]
     }
+
+
+# ---- how many of the models that people download ----
+
+DOWNLOADS = {
+    row["model_type"]: float(row["downloads_millions"])
+    for row in csv.DictReader((ROOT / "tests" / "data" / "families.csv").read_text(encoding="utf-8").splitlines())
+}
+# Published types that stand for a model around a language model, with the type of that.
+AROUND = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "glm4v": "glm4",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "internvl_chat": "qwen2",
+    "kimi_k25": "deepseek_v3",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+}
+
+
+def config_of(model_type):
+    inner = AROUND.get(model_type)
+    return {"model_type": model_type, **({} if inner is None else {"text_config": {"model_type": inner}})}
+
+
+def share_of(condition):
+    """The share of the downloads of all models of the table for which a condition holds, in percent."""
+    total = sum(DOWNLOADS.values())
+    return 100 * sum(count for name, count in DOWNLOADS.items() if condition(config_of(name))) / total
+
+
+def test_nine_in_ten_downloads_become_a_gguf():
+    assert share_of(lambda config: model_families.gguf_form(config)[1] is not None) >= 90
+
+
+def test_more_are_checked_by_a_schema():
+    known = {model_type for family in safeload.families() if family.schema for model_type in family.model_types}
+    assert (
+        share_of(lambda config: {config["model_type"], config.get("text_config", config)["model_type"]} & known) >= 92
+    )
