@@ -38,7 +38,8 @@ The fields of ``gguf``:
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
-  that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
+  that a config made from a file names. ``checks``: expressions over the config that must not be 0, in any layer if they
+  have ``layer``, each with what llama.cpp computes. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
@@ -176,6 +177,7 @@ class GgufForm:
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
+        self.checks: Mapping[str, str] = content.get("checks", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.ignores_windows: bool = content["windows"].get("ignored", False)

@@ -28,13 +28,14 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+    *("checks", "classes", "renames", "left_out"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times"}
+FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind"}
 
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
@@ -63,8 +64,9 @@ def keys_below(node):
         operands = [node.operand]
     elif isinstance(node, ast.Call):
         assert node.func.id in FUNCTIONS
-        key, argument = node.args
+        key, argument = node.args[:2]
         assert isinstance(key, (ast.Name, ast.Attribute))
+        assert len(node.args) == (3 if node.func.id == "kind" else 2)
         word = node.func.id == "starts"
         assert isinstance(argument, ast.Name) or not word
         operands = [key] if word else [key, argument]
@@ -113,6 +115,11 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert form.chosen_by is None or form.chosen_by in keys
     assert form.usually_tied or not form.tied
+    for text in (
+        *form.checks,
+        *(text for key in keys.values() for text in (key.value, key.each_layer, key.when) if text),
+    ):
+        assert keys_of(text)
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
     sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()

@@ -196,6 +196,27 @@ def test_another_scale_of_attention_is_refused(folder):
     refused(folder("gemma3", query_pre_attn_scalar=100), "query_pre_attn_scalar is 100, but llama.cpp uses 24")
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "every fourth layer, but no_rope_layers says otherwise"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 1]},
+            "no_rope_layers. in the config is .1, 1., expected an integer, or a list",
+        ),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "but no_rope_layer_interval says otherwise"),
+        ("smollm3", {"num_hidden_layers": 1 << 40}, "num_hidden_layers must be 0 to 10000"),
+        ("granite", {"head_dim": 32}, "heads of hidden_size // num_attention_heads, but head_dim says otherwise"),
+        ("granite", {"attention_multiplier": "absent"}, "attention_multiplier is missing"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling must be a number"),
+        ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
+    ],
+)
+def test_settings_that_llama_cpp_assumes_otherwise_are_refused(name, config, match, folder):
+    refused(folder(name, **config), match)
+
+
 def test_windows_that_llama_cpp_ignores_are_a_warning(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "safeload"):
         safeload.convert(folder("mistral", sliding_window=64), tmp_path / "x.gguf")

@@ -35,6 +35,7 @@ HEAD_DIM = {**GROUPED, "head_dim": 10}
 MOE = {**HEAD_DIM, "moe_intermediate_size": 14, "num_experts": 3, "num_experts_per_tok": 2}
 QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 18}
 QWEN2_MOE.pop("head_dim")
+GRANITE_MOE = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}
 MLA = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -231,6 +232,43 @@ FAMILIES = {
                 ["GptOssForCausalLM"],
                 {**HEAD_DIM, "num_local_experts": 3, "attention_bias": False, "tie_word_embeddings": True},
             ),
+        },
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {
+            "": ([f"SmolLM3{head}" for head in HEADS], {**GROUPED, **LABELS}),
+            "biases": (
+                ["SmolLM3ForCausalLM"],
+                {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "": (["GraniteForCausalLM", "GraniteModel"], GROUPED),
+            "biases": (
+                ["GraniteForCausalLM"],
+                {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "": (["GraniteMoeForCausalLM", "GraniteMoeModel"], GRANITE_MOE),
+            "biases": (["GraniteMoeForCausalLM"], {**GRANITE_MOE, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {
+            "": (
+                ["GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel"],
+                {**GRANITE_MOE, "shared_intermediate_size": 18},
+            ),
+            "nothing shared": (["GraniteMoeSharedForCausalLM"], GRANITE_MOE),
         },
     ),
     "bert": (

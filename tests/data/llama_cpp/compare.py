@@ -1,6 +1,7 @@
 """Compare llama.cpp with transformers on converted models: logits in f32 and bf16, and the tokens of 50 texts.
 
-    PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER
+    PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER             # all
+    PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER qwen3 phi3  # some models
 
 Needs transformers, torch, tokenizers, sentencepiece and xllamacpp.
 """
@@ -65,13 +66,14 @@ def compare(name, entry, folder):
         assert value < limit, (name, dtype, value)
 
 
-def main(place):
+def main(place, names):
     folder = Path(place)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, entry in llama_models.listed().items():
-        compare(name, entry, folder)
+    entries = llama_models.listed()
+    for name in names or entries:
+        compare(name, entries[name], folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

@@ -132,6 +132,11 @@ _QWEN_MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625,
+    "attention_bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+_GRANITE_MOE = {**_GRANITE, "attention_bias": False, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 MODELS = {
     "llama3": (
@@ -208,6 +213,20 @@ MODELS = {
                 "truncate": True, "original_max_position_embeddings": 128,
             },
         },
+    ),
+    "smollm3": (
+        transformers.SmolLM3ForCausalLM,
+        transformers.SmolLM3Config,
+        "llama3",
+        {"num_hidden_layers": 4, "pad_token_id": None},
+    ),
+    "granite": (transformers.GraniteForCausalLM, transformers.GraniteConfig, "llama3", {**_GRANITE, "mlp_bias": True}),
+    "granitemoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig, "pieces", _GRANITE_MOE),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedForCausalLM,
+        transformers.GraniteMoeSharedConfig,
+        "llama3",
+        {**_GRANITE_MOE, "shared_intermediate_size": 80},
     ),
 }  # fmt: skip
 
