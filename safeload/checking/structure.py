@@ -509,4 +509,6 @@ def _has_type(value: Any, kind: str) -> bool:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
     if kind == rows.NUMBERS:
         return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
+    if kind == rows.BOOLS:
+        return isinstance(value, np.ndarray) and value.dtype.kind == "b"
     return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

@@ -40,8 +40,9 @@ The fields of ``gguf``:
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``checks``: expressions over the config that must not be 0, in any layer if they
   have ``layer``, each with what llama.cpp computes. ``activations``: the ``values`` of the ``config`` keys that it has.
-- ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
+- ``windows``: ``full_every``, the distance of layers without a sliding window; or ``written``, the key that says which
+  layers have one; or ``ignored``, true if llama.cpp attends to all positions. ``query_scale_by_width``: layers of the
+  model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
 
@@ -158,6 +159,7 @@ class GgufRope(NamedTuple):
     dimensions: str | None = None
     parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
+    single_base: bool = False  # True if llama.cpp computes all layers with the same base, whatever the file says
 
 
 class GgufForm:
@@ -180,6 +182,7 @@ class GgufForm:
         self.checks: Mapping[str, str] = content.get("checks", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
+        self.windows: str | None = content["windows"].get("written")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")

@@ -210,6 +210,18 @@ def test_another_scale_of_attention_is_refused(folder):
         ("granite", {"head_dim": 32}, "heads of hidden_size // num_attention_heads, but head_dim says otherwise"),
         ("granite", {"attention_multiplier": "absent"}, "attention_multiplier is missing"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a number"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is missing"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must be a list of 4 items"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}},
+            "has the rope_theta 500000.0 in layers with a sliding window too",
+        ),
+        ("exaone4", {"sliding_window": 16}, "if it has 64 layers, else without, but sliding_window says otherwise"),
+        ("ernie4_5", {"use_bias": True}, "use_bias is True"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "but moe_layer_end_index says otherwise"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "but moe_layer_interval says otherwise"),
+        ("ernie4_5_moe", {"moe_num_experts": "absent"}, "moe_num_experts is missing"),
         ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
     ],
 )

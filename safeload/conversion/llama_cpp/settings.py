@@ -296,6 +296,8 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
         if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
         return
+    if form.windows is not None:
+        return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
     slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
@@ -354,6 +356,10 @@ class Rope:
         if rope.dimensions == "head":
             yield "dimension_count", gguf.U32(self.config.head_dim)
         base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
+        if rope.single_base and self.sliding_base not in (None, base):
+            raise self.config.unsupported(
+                f"llama.cpp has the rope_theta {show(base)} in layers with a sliding window too"
+            )
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
@@ -416,17 +422,18 @@ class Rope:
         base = np.float32(self._number("rope_theta", USUAL_BASE))
         if not base > 0:
             raise self.config.fault(f"rope_theta must be above 0, got {base}")
-        frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+        unit, exponents = np.float32(1), np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        # torch rounds powers better than NumPy does in f32, and divides a number by a tensor in two steps.
+        frequencies = unit / np.power(np.float64(base), exponents, dtype=np.float64).astype(np.float32)
         factor = self._number("factor", 8.0)
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
         original = self._number(_ORIGINAL, 8192)
         if not (0 < low < high and factor > 0 and original > 0):
             text = "rope parameters of llama3 must have 0 < low_freq_factor < high_freq_factor and factor > 0"
             raise self.config.fault(text)
-        unit = np.float32(1)
         with np.errstate(all="ignore"):  # of values that are not chosen
-            lengths = np.float32(2 * math.pi) / frequencies
-            smooth = (np.float32(original) / lengths - np.float32(low)) / np.float32(high - low)
+            lengths = unit / frequencies * np.float32(2 * math.pi)
+            smooth = (unit / lengths * np.float32(original) - np.float32(low)) / np.float32(high - low)
             between = unit / ((unit - smooth) / np.float32(factor) + smooth)
             factors: Array = np.where(lengths > original / low, np.float32(factor), between)
         return np.where(lengths < original / high, unit, factors)
@@ -505,6 +512,9 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
         config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every)
+    if form.windows is not None:
+        sliding = np.asarray(catalog.metadata.get(f"{form.architecture}.{form.windows}", ()), bool).reshape(-1)
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding] or None
     _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
     if form.ignores_windows and "sliding_window" not in config:
@@ -549,7 +559,8 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         config |= stated_twice
     config["rope_parameters"] = rope
     if form.rope.sliding:
-        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
+        usual = rope["rope_theta"] if form.rope.single_base else USUAL_BASE
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", usual)}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
 
 

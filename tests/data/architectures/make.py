@@ -35,6 +35,7 @@ HEAD_DIM = {**GROUPED, "head_dim": 10}
 MOE = {**HEAD_DIM, "moe_intermediate_size": 14, "num_experts": 3, "num_experts_per_tok": 2}
 QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 18}
 QWEN2_MOE.pop("head_dim")
+ERNIE_MOE = {**GROUPED, "moe_intermediate_size": 14, "moe_num_experts": 3, "moe_k": 2, "moe_num_shared_experts": 1}
 GRANITE_MOE = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}
 MLA = {
     **SIZES,
@@ -269,6 +270,59 @@ FAMILIES = {
                 {**GRANITE_MOE, "shared_intermediate_size": 18},
             ),
             "nothing shared": (["GraniteMoeSharedForCausalLM"], GRANITE_MOE),
+        },
+    ),
+    "olmo2": (
+        "Olmo2Config",
+        {
+            "": (["Olmo2ForCausalLM", "Olmo2Model", "Olmo2ForSequenceClassification"], {**GROUPED, **LABELS}),
+            "biases": (["Olmo2ForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        {"": (["Olmo3ForCausalLM", "Olmo3Model", "Olmo3ForSequenceClassification"], {**GROUPED, **LABELS})},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        {
+            "": ([f"Exaone4{head}" for head in HEADS], {**GROUPED, **LABELS}),
+            "tied": (["Exaone4ForCausalLM"], {**HEAD_DIM, "tie_word_embeddings": True}),
+        },
+    ),
+    "ernie4_5": (
+        "Ernie4_5Config",
+        {
+            "": (["Ernie4_5ForCausalLM", "Ernie4_5Model"], HEAD_DIM),
+            "biases": (["Ernie4_5ForCausalLM"], {**HEAD_DIM, "use_bias": True, "tie_word_embeddings": False}),
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "": (["Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"], ERNIE_MOE),
+            "dense layers": (
+                ["Ernie4_5_MoeForCausalLM"],
+                {
+                    **ERNIE_MOE,
+                    "num_hidden_layers": 7,
+                    "moe_layer_start_index": 2,
+                    "moe_layer_end_index": 4,
+                    "moe_layer_interval": 2,
+                    "tie_word_embeddings": False,
+                },
+            ),
+            "biases": (["Ernie4_5_MoeForCausalLM"], {**ERNIE_MOE, "use_bias": True, "moe_num_shared_experts": 0}),
+        },
+    ),
+    "seed_oss": (
+        "SeedOssConfig",
+        {
+            "": ([f"SeedOss{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
+            "biases": (
+                ["SeedOssForCausalLM"],
+                {**HEAD_DIM, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+            ),
         },
     ),
     "bert": (

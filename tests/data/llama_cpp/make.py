@@ -228,6 +228,55 @@ MODELS = {
         "llama3",
         {**_GRANITE_MOE, "shared_intermediate_size": 80},
     ),
+    "olmo2": (
+        transformers.Olmo2ForCausalLM,
+        transformers.Olmo2Config,
+        "llama3",
+        {"attention_bias": False, "pad_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3ForCausalLM,
+        transformers.Olmo3Config,
+        "qwen2",
+        {
+            "sliding_window": 16, "num_hidden_layers": 4, "pad_token_id": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64, "attention_factor": 1.2079441541679836,
+                },
+            },
+        },
+    ),
+    "exaone4": (
+        transformers.Exaone4ForCausalLM,
+        transformers.Exaone4Config,
+        "llama3",
+        {
+            "sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "ernie4_5": (transformers.Ernie4_5ForCausalLM, transformers.Ernie4_5Config, "pieces", {"head_dim": 24}),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeForCausalLM,
+        transformers.Ernie4_5_MoeConfig,
+        "pieces",
+        {
+            "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 48, "moe_layer_start_index": 1, "tie_word_embeddings": False,
+        },
+    ),
+    "seed_oss": (
+        transformers.SeedOssForCausalLM,
+        transformers.SeedOssConfig,
+        "qwen2",
+        {"head_dim": 24, "pad_token_id": None},
+    ),
 }  # fmt: skip
 
 
