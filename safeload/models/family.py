@@ -8,7 +8,7 @@ A file is named after its family, and says of it what is needed to check, conver
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
   removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
-  fields and an absent ``gguf`` are not inherited.
+  fields, those of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
@@ -38,11 +38,12 @@ The fields of ``gguf``:
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
-  that a config made from a file names. ``checks``: expressions over the config that must not be 0, in any layer if they
-  have ``layer``, each with what llama.cpp computes. ``activations``: the ``values`` of the ``config`` keys that it has.
+  that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
+- ``supports``: expressions by the config key that messages name; llama.cpp has no model with 0 in a layer.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``written``, the key that says which
   layers have one; or ``ignored``, true if llama.cpp attends to all positions. ``query_scale_by_width``: layers of the
   model that it scales by the width of a head.
+- ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
 
@@ -68,6 +69,8 @@ from .schema import Schema, language_of, listed_in
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
 _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
+# Fields of ``gguf`` that a family does not inherit.
+_OWN_GGUF = {"classes"}
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 _Content = Mapping[str, Any]
@@ -179,7 +182,7 @@ class GgufForm:
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
-        self.checks: Mapping[str, str] = content.get("checks", {})
+        self.supports: Mapping[str, str] = content.get("supports", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.windows: str | None = content["windows"].get("written")
@@ -191,12 +194,18 @@ class GgufForm:
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
         self.tied: bool = content.get("tied", False)
+        self.pooling: bool = content.get("pooling", False)
 
     @property
     def embedding(self) -> str:
         """The end of the published name of the embedding."""
         name: str = next(iter(self.layouts["token_embd.weight"]))
         return ".".join(name.split(".")[-2:])
+
+    @property
+    def prefix(self) -> str:
+        """The usual prefix of published names."""
+        return next(iter(self.layouts["token_embd.weight"])).removesuffix(self.embedding)
 
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
@@ -316,6 +325,8 @@ def _merged(name: str) -> _Content:
         return own
     inherited = _merged(own["like"])
     base = {key: value for key, value in inherited.items() if key not in _OWN or (key == "gguf" and key in own)}
+    if "gguf" in base:
+        base["gguf"] = {key: value for key, value in base["gguf"].items() if key not in _OWN_GGUF}
     return _over(base, own)
 
 

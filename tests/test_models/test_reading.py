@@ -28,7 +28,7 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
-    *("checks", "classes", "renames", "left_out"),
+    *("supports", "pooling", "classes", "renames", "left_out"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -116,7 +116,7 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     assert form.chosen_by is None or form.chosen_by in keys
     assert form.usually_tied or not form.tied
     for text in (
-        *form.checks,
+        *form.supports.values(),
         *(text for key in keys.values() for text in (key.value, key.each_layer, key.when) if text),
     ):
         assert keys_of(text)

@@ -199,15 +199,19 @@ def test_another_scale_of_attention_is_refused(folder):
 @pytest.mark.parametrize(
     ("name", "config", "match"),
     [
-        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "every fourth layer, but no_rope_layers says otherwise"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "no_rope_layers is .1, 1, 0, 1., unlike in smollm3"),
         (
             "smollm3",
             {"no_rope_layers": [1, 1]},
             "no_rope_layers. in the config is .1, 1., expected an integer, or a list",
         ),
-        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3}, "but no_rope_layer_interval says otherwise"),
-        ("smollm3", {"num_hidden_layers": 1 << 40}, "num_hidden_layers must be 0 to 10000"),
-        ("granite", {"head_dim": 32}, "heads of hidden_size // num_attention_heads, but head_dim says otherwise"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 3},
+            "no_rope_layer_interval is 3, unlike in smollm3",
+        ),
+        ("smollm3", {"num_hidden_layers": 1 << 40}, "num_hidden_layers must be a positive integer"),
+        ("granite", {"head_dim": 32}, "head_dim is 32, unlike in granite"),
         ("granite", {"attention_multiplier": "absent"}, "attention_multiplier is missing"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling must be a number"),
         ("olmo3", {"sliding_window": None}, "sliding_window is missing"),
@@ -217,10 +221,10 @@ def test_another_scale_of_attention_is_refused(folder):
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}},
             "has the rope_theta 500000.0 in layers with a sliding window too",
         ),
-        ("exaone4", {"sliding_window": 16}, "if it has 64 layers, else without, but sliding_window says otherwise"),
+        ("exaone4", {"sliding_window": 16}, "sliding_window is 16, unlike in exaone4"),
         ("ernie4_5", {"use_bias": True}, "use_bias is True"),
-        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "but moe_layer_end_index says otherwise"),
-        ("ernie4_5_moe", {"moe_layer_interval": 2}, "but moe_layer_interval says otherwise"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index is 1, unlike in ernie4_5-moe"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2, unlike in ernie4_5-moe"),
         ("ernie4_5_moe", {"moe_num_experts": "absent"}, "moe_num_experts is missing"),
         ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
     ],
@@ -243,6 +247,61 @@ def test_rows_without_a_token_are_padding(folder, tmp_path):
     assert len(tokens) == len(types) == rows
     assert tokens[-1] == f"[PAD{rows - 1}]"
     assert types[-1] == 5
+
+
+# ---- models for embeddings ----
+
+POOLING = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        ({"pooling_mode_mean_tokens": True}, 1),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, 2),
+        ({"pooling_mode_lasttoken": True}, 3),
+        ({"pooling_mode": "lasttoken"}, 3),
+    ],
+)
+def test_the_pooling_of_embeddings_is_written(content, number, folder, tmp_path, caplog):
+    source = folder("qwen3")
+    (source / "modules.json").write_text(json.dumps(POOLING))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    safeload.convert(source, tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["qwen3.pooling_type"] == number
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert "not recovered: modules.json, the pooling of embeddings" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("modules", "content", "match"),
+    [
+        ("{", {}, "modules.json: invalid JSON"),
+        (json.dumps([{"type": "Pooling", "path": "../x"}]), {}, "modules.json: invalid path '../x'"),
+        (
+            json.dumps(POOLING),
+            {"pooling_mode_max_tokens": True},
+            "no such pooling, expected one of mean, cls, lasttoken",
+        ),
+    ],
+)
+def test_other_pooling_is_refused(modules, content, match, folder):
+    source = folder("qwen3", files={"modules.json": modules})
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    refused(source, match)
+
+
+def test_names_without_a_prefix_are_of_a_model_without_a_head(folder, tmp_path):
+    tensors = llama_models.tensors_of(MODELS["qwen3"])
+    bare = {name.removeprefix("model."): array for name, array in tensors.items() if name != "lm_head.weight"}
+    source = folder("qwen3", tensors={**dict.fromkeys(tensors), **bare})
+    safeload.convert(source, tmp_path / "x.gguf")
+    assert "output.weight" not in safeload.load(tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert safeload.load(tmp_path / "back").keys() == bare.keys()
 
 
 # ---- tokenizers ----

@@ -32,17 +32,7 @@ from ...models.family import (
     gguf_architectures,
     gguf_forms,
 )
-from ...models.schema import (
-    ANY,
-    LAYER_NUMBER,
-    MAX_LAYERS,
-    Config,
-    ConfigError,
-    Schema,
-    language_of,
-    listed_in,
-    names_in,
-)
+from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
@@ -130,13 +120,6 @@ class ModelConfig:
         except ConfigError as error:
             raise self.fault(str(error)) from None
 
-    def layers(self, expression: str) -> range:
-        """Return the numbers of as many layers as an expression says."""
-        count = self.integer(expression)
-        if not 0 <= count <= MAX_LAYERS:
-            raise self.fault(f"{expression} must be 0 to {MAX_LAYERS}, got {count}")
-        return range(count)
-
     def shape(self, expressions: Sequence[str], total: int) -> tuple[int, ...]:
         """Return a shape of so many values; "-1" is the size that is left."""
         sizes = [-1 if text == "-1" else self.integer(text) for text in expressions]
@@ -210,10 +193,10 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
             raise config.unsupported(
                 f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
             )
-    for expression, expected in form.checks.items():
-        layers = config.layers("num_hidden_layers") if LAYER_NUMBER in names_in(expression) else (None,)
-        if not all(config.integer(expression, layer) for layer in layers):
-            raise config.unsupported(f"llama.cpp computes {form.architecture} {expected}")
+    for setting, condition in form.supports.items():
+        layers = min(config.size("block_count"), MAX_LAYERS)
+        if not all(config.integer(condition, layer) for layer in range(layers)):
+            raise config.unsupported(f"{setting} is {show(config.find((setting,)))}, unlike in {form.architecture}")
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
@@ -235,7 +218,10 @@ def _setting(config: ModelConfig, key: GgufKey) -> Any:
         return None
     kind, name = key.types[0], next(iter(key.config), "")
     if key.each_layer is not None:
-        numbers = [config.integer(key.value or "0", layer) for layer in config.layers(key.each_layer)]
+        layers = config.integer(key.each_layer)
+        if not 0 <= layers <= MAX_LAYERS:
+            raise config.fault(f"{key.each_layer} must be 0 to {MAX_LAYERS}, got {layers}")
+        numbers = [config.integer(key.value or "0", layer) for layer in range(layers)]
         return np.array(numbers, bool if kind == BOOLS else np.int32)
     if key.value is not None:
         return _typed(config, kind, config.integer(key.value), key.value)

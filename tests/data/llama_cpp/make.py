@@ -214,6 +214,7 @@ MODELS = {
             },
         },
     ),
+    "llama_model": (transformers.LlamaModel, transformers.LlamaConfig, "llama3", {}),
     "smollm3": (
         transformers.SmolLM3ForCausalLM,
         transformers.SmolLM3Config,
