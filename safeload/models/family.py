@@ -45,7 +45,9 @@ The fields of ``gguf``:
   model that it scales by the width of a head.
 - ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+  no text begins with a space.
+- ``end_of_turn``: a token. ``end_of_turn_listed``: true if it is the first of several ends in
+  ``generation_config.json``. ``end_of_text``: a token, or the config key of its id, in place of the tokenizer's.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -193,6 +195,8 @@ class GgufForm:
         self.chosen_by: str | None = content.get("chosen_by")
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
+        self.end_of_text: str | None = content.get("end_of_text")
+        self.end_of_turn_listed: bool = content.get("end_of_turn_listed", False)
         self.tied: bool = content.get("tied", False)
         self.pooling: bool = content.get("pooling", False)
 

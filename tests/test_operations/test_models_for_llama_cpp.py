@@ -226,6 +226,13 @@ def test_another_scale_of_attention_is_refused(folder):
         ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index is 1, unlike in ernie4_5-moe"),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2, unlike in ernie4_5-moe"),
         ("ernie4_5_moe", {"moe_num_experts": "absent"}, "moe_num_experts is missing"),
+        ("hunyuan_v1_dense", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, unlike in hunyuan"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "rope parameter alpha is missing"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 5.0}},
+            "rope_theta is 5.0, but llama.cpp stretches 10000.0",
+        ),
         ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
     ],
 )
@@ -410,6 +417,21 @@ def test_an_unknown_hash_falls_back_to_the_expression(folder, tmp_path):
         safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
         with safeload.open(tmp_path / "x.gguf") as file:
             assert file.metadata["tokenizer.ggml.pre"] == name
+
+
+def test_families_say_which_tokens_end_texts_and_turns(folder, tmp_path):
+    ends = {"generation_config.json": json.dumps({"eos_token_id": [401, 400]})}
+    safeload.convert(folder("hunyuan_v1_dense", files=ends), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["tokenizer.ggml.eos_token_id"] == 400
+        assert file.metadata["tokenizer.ggml.eot_token_id"] == 401
+    settings = (llama_models.DATA / "pieces" / "tokenizer_config.json").read_text(encoding="utf-8")
+    files = {"tokenizer_config.json": settings.replace("<|im_start|>", "<|im_end|>")}
+    source = folder("llama2", files=files, architectures=["InternLM3ForCausalLM"], eos_token_id=2)
+    safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
+    with safeload.open(tmp_path / "x.gguf") as file:
+        number = file.metadata["tokenizer.ggml.eos_token_id"]
+        assert file.metadata["tokenizer.ggml.tokens"][number] == "<|im_end|>"
 
 
 # ---- sources, options ----

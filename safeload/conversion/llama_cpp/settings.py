@@ -67,6 +67,8 @@ _ROPE_ALIASES = {"su": "longrope"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: _CONTEXTS[0]}
+# Context length of stretched rotations.
+_STRETCHED = 1 << 18
 # Keys of special tokens, with the words of llama.cpp's.
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
@@ -346,6 +348,13 @@ class Rope:
             raise self.config.unsupported(
                 f"llama.cpp has the rope_theta {show(base)} in layers with a sliding window too"
             )
+        if self.kind == "dynamic" and self.kind in rope.types:  # stretched by a fixed factor, as Hunyuan's
+            if (base := self.full.get("rope_theta", USUAL_BASE)) != USUAL_BASE:
+                raise self.config.unsupported(f"rope_theta is {show(base)}, but llama.cpp stretches {USUAL_BASE}")
+            base *= self._number("alpha") ** (self.config.head_dim / max(1, self.config.head_dim - 2))
+            yield "scaling.type", "none"
+            yield "scaling.factor", gguf.F32(1.0)
+            yield "scaling.original_context_length", gguf.U32(_STRETCHED)
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None:
@@ -528,6 +537,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
         rope[_ORIGINAL] = number("scaling.original_context_length", 0)
         rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
+    if "dynamic" in form.rope.types and kind == "none" and number("scaling.original_context_length", 0) == _STRETCHED:
+        size = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+        alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
+        rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)

@@ -325,6 +325,21 @@ FAMILIES = {
             ),
         },
     ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {
+            "": (
+                ["HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model", "HunYuanDenseV1ForSequenceClassification"],
+                {**HEAD_DIM, **LABELS},
+            ),
+            "biases": (
+                ["HunYuanDenseV1ForCausalLM"],
+                {**HEAD_DIM, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "internlm3": ("LlamaConfig", {"": (["InternLM3ForCausalLM"], GROUPED)}),
+    "llama_embed": ("LlamaConfig", {"": (["LlamaBidirectionalModel"], GROUPED)}),
     "bert": (
         "BertConfig",
         {
@@ -416,6 +431,9 @@ FAMILIES = {
         },
     ),
 }
+
+# Classes that transformers does not have, with those that have the same tensors.
+OTHERS = {"InternLM3ForCausalLM": "LlamaForCausalLM", "LlamaBidirectionalModel": "LlamaModel"}
 
 # Published models: class of the config and of the model, and the sizes in their config.json that are not the defaults.
 PUBLISHED = {
@@ -551,7 +569,7 @@ def saved(model):
 
 
 def made(name, config, sizes):
-    return getattr(transformers, name)(getattr(transformers, config)(**sizes))
+    return getattr(transformers, OTHERS.get(name, name))(getattr(transformers, config)(**sizes))
 
 
 def small(family):
@@ -562,6 +580,7 @@ def small(family):
         for name in classes:
             torch.manual_seed(0)
             said, shapes = saved(made(name, config, sizes))
+            said["architectures"] = [name]
             found[f"{name}, {case}" if case else name] = {"config": said, "shapes": shapes}
     return found
 

@@ -272,6 +272,16 @@ MODELS = {
             "moe_intermediate_size": 48, "moe_layer_start_index": 1, "tie_word_embeddings": False,
         },
     ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1ForCausalLM,
+        transformers.HunYuanDenseV1Config,
+        "qwen2",
+        {
+            "head_dim": 24, "max_position_embeddings": 32768, "attention_bias": False, "eod_token_id": 400,
+            "pad_token_id": None, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
     "seed_oss": (
         transformers.SeedOssForCausalLM,
         transformers.SeedOssConfig,
