@@ -48,6 +48,7 @@ The fields of ``gguf``:
   no text begins with a space.
 - ``end_of_turn``: a token. ``end_of_turn_listed``: true if it is the first of several ends in
   ``generation_config.json``. ``end_of_text``: a token, or the config key of its id, in place of the tokenizer's.
+  ``special_tokens``: by type ("bos", "eot", "eom", ...), for types that the tokenizer does not name.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -160,8 +161,10 @@ class GgufRope(NamedTuple):
     types: tuple[str, ...]
     base: float = USUAL_BASE  # of a config without a base
     unless: float | None = None  # the base that is not written
-    # Number of rotated elements to write: "head" for all of a head, "partial", "keys" for that in the family's keys.
+    # Number of rotated elements to write: "head" for all of a head, "share" for a part of it, "partial" for a part and
+    # the original context length, "keys" for that in the family's keys.
     dimensions: str | None = None
+    share: float = 1.0  # of a config without ``partial_rotary_factor``
     parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
     single_base: bool = False  # True if llama.cpp computes all layers with the same base, whatever the file says
@@ -195,6 +198,7 @@ class GgufForm:
         self.chosen_by: str | None = content.get("chosen_by")
         self.adds_space: bool = content.get("add_space_prefix", True)
         self.end_of_turn: str | None = content.get("end_of_turn")
+        self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
         self.end_of_text: str | None = content.get("end_of_text")
         self.end_of_turn_listed: bool = content.get("end_of_turn_listed", False)
         self.tied: bool = content.get("tied", False)

@@ -28,7 +28,7 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
-    *("supports", "pooling", "end_of_text", "end_of_turn_listed", "classes", "renames", "left_out"),
+    *("supports", "pooling", "special_tokens", "end_of_text", "end_of_turn_listed", "classes", "renames", "left_out"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -37,6 +37,8 @@ ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
 FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind"}
 
+# The name that messages list first.
+FIRST = min(BUILT_IN_SCHEMAS)
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
 
@@ -223,7 +225,7 @@ def test_numbers_in_names():
     ],
 )
 def test_a_name_that_is_not_one_of_a_schema(name, near):
-    with pytest.raises(ValueError, match=r"; expected one of bert, .*, llama, .*, whisper$") as caught:
+    with pytest.raises(ValueError, match=rf"; expected one of {FIRST}, .*, llama, .*, whisper$") as caught:
         safeload.check({"w": np.ones(2)}, schema=name)
     assert (f", did you mean {near!r}?" if near else f"unknown schema {name!r}; expected") in str(caught.value)
 
@@ -232,13 +234,13 @@ def test_a_name_that_is_not_one_of_a_schema(name, near):
 def test_a_path_is_no_schema(make, tmp_path):
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(CONTENTS["llama"]))
-    with pytest.raises(ValueError, match=r"built-in schema.*; expected one of bert, .*, whisper$"):
+    with pytest.raises(ValueError, match=rf"built-in schema.*; expected one of {FIRST}, .*, whisper$"):
         safeload.check({"w": np.ones(2)}, schema=make(path))
 
 
 @pytest.mark.parametrize("schema", [CONTENTS["llama"], {}, ["llama"], True, 0, b"llama"])
 def test_the_content_of_a_schema_is_no_schema(schema):
-    with pytest.raises(ValueError, match=r"name of a built-in schema, got .*; expected one of bert") as caught:
+    with pytest.raises(ValueError, match=rf"name of a built-in schema, got .*; expected one of {FIRST}") as caught:
         safeload.check({"w": np.ones(2)}, schema=schema)
     assert len(str(caught.value)) < 800
 
@@ -247,7 +249,7 @@ def test_the_command_refuses_a_schema_file(tmp_path, capsys):
     safeload.save({"w": np.ones(2, np.float32)}, tmp_path / "a.safetensors")
     (tmp_path / "mine.json").write_text("{}")
     assert main(["check", str(tmp_path / "a.safetensors"), "--schema", str(tmp_path / "mine.json")]) == 2
-    assert "only built-in schemas are supported, no files; expected one of bert, " in capsys.readouterr().err
+    assert f"only built-in schemas are supported, no files; expected one of {FIRST}, " in capsys.readouterr().err
 
 
 def test_the_guide_lists_every_schema():

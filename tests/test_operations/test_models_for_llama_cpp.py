@@ -233,6 +233,14 @@ def test_another_scale_of_attention_is_refused(folder):
             {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 5.0}},
             "rope_theta is 5.0, but llama.cpp stretches 10000.0",
         ),
+        ("glm4", {"head_dim": 32}, "head_dim is 32, unlike in glm4"),
+        ("arcee", {"hidden_act": "silu"}, "no activation 'silu' for arcee"),
+        ("olmo", {"attention_bias": True}, "attention_bias is True"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types is .*, unlike in mellum"),
+        ("mellum", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
         ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
     ],
 )
@@ -432,6 +440,12 @@ def test_families_say_which_tokens_end_texts_and_turns(folder, tmp_path):
     with safeload.open(tmp_path / "x.gguf") as file:
         number = file.metadata["tokenizer.ggml.eos_token_id"]
         assert file.metadata["tokenizer.ggml.tokens"][number] == "<|im_end|>"
+
+
+def test_tokens_that_a_family_needs_are_in_its_tokenizer(folder):
+    content = tokenizer("glm")
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "<|user|>"]
+    refused(folder("glm4", files={"tokenizer.json": json.dumps(content)}), r"no '<\|user\|>', which glm4 needs")
 
 
 # ---- sources, options ----

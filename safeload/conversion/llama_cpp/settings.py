@@ -368,15 +368,16 @@ class Rope:
                 name = next(filter(self.full.__contains__, names), None)
                 if name is not None:
                     yield f"scaling.{key}", gguf.F32(self._number(name))
+        if rope.dimensions in ("partial", "share"):
+            yield "dimension_count", gguf.U32(self._rotated(rope.share))
         if rope.dimensions == "partial":
-            yield "dimension_count", gguf.U32(self._rotated())
             original = self._original()
             yield "scaling.original_context_length", gguf.U32(original)
             if self.kind == "longrope":
                 scale = self.config.size("context_length") / original
                 factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 and original > 1 else 1.0
                 yield "scaling.attn_factor", gguf.F32(factor)
-        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1 and rope.dimensions != "keys":
+        elif (partial := self.full.get("partial_rotary_factor", 1)) != 1 and rope.dimensions not in ("share", "keys"):
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
@@ -393,9 +394,9 @@ class Rope:
             result[f"rope_factors_{key.removesuffix('_factor')}.weight"] = np.array(numbers, np.float32)
         return result
 
-    def _rotated(self) -> int:
+    def _rotated(self, usual: float = 1.0) -> int:
         """Return the elements of a head that are rotated."""
-        share = self._number("partial_rotary_factor", 1.0)
+        share = self._number("partial_rotary_factor", usual)
         if not 0 < share <= 1:
             raise self.config.fault(f"partial_rotary_factor must be above 0 and at most 1, got {share}")
         return int(share * self.config.size("embedding_length")) // self.config.size("attention.head_count")
@@ -548,12 +549,14 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
             rope[f"{name}_factor"] = [*map(_shortest, _factors_in(catalog, f"rope_factors_{name}.weight").tolist())]
-    if form.rope.dimensions == "partial":
+    if form.rope.dimensions in ("partial", "share"):
         heads, width = max(1, config["num_attention_heads"]), config["hidden_size"]
-        stated_twice = {
-            _ORIGINAL: number("scaling.original_context_length", config["max_position_embeddings"]),
-            "partial_rotary_factor": number("dimension_count", width // heads) * heads / max(1, width),
-        }
+        rotated = number("dimension_count", width // heads) * heads
+        share = rotated / max(1, width)
+        # The next number above if the quotient is rounded down.
+        stated_twice = {"partial_rotary_factor": share if share * width >= rotated else math.nextafter(share, 2)}
+        if form.rope.dimensions == "partial":
+            stated_twice[_ORIGINAL] = number("scaling.original_context_length", config["max_position_embeddings"])
         rope |= stated_twice
         config |= stated_twice
     config["rope_parameters"] = rope

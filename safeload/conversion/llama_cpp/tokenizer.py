@@ -91,7 +91,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Location) -> None:
         self.folder = folder
-        self.json, self.config = self.read(JSON), self.read(CONFIG)  # None without the file
+        self.json, self.config = self._read(JSON), self._read(CONFIG)  # None without the file
 
     @cached_property
     def model(self) -> SentencePieceModel | None:
@@ -99,7 +99,12 @@ class TokenizerFiles:
         content = self.content(MODEL, MAX_BYTES)
         return None if content is None else parse_model(content, (self.folder / MODEL).shown)
 
-    def read(self, name: str) -> dict[str, Any] | None:
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of ``generation_config.json``; empty without one."""
+        return self._read("generation_config.json") or {}
+
+    def _read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
@@ -128,7 +133,7 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self.read(ADDED) or {}).items()]
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self._read(ADDED) or {}).items()]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
@@ -196,7 +201,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
-    ends = (files.read("generation_config.json") or {}).get("eos_token_id") if form.end_of_turn_listed else None
+    ends = files.generation.get("eos_token_id") if form.end_of_turn_listed else None
     if isinstance(ends, list) and len(ends) > 1 and type(ends[0]) is int and 0 <= ends[0] < rows:
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(ends[0])
     if form.end_of_text is not None:
@@ -205,6 +210,10 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
             number = vocabulary.texts.index(form.end_of_text)
         if type(number) is int and 0 <= number < rows:
             keys[f"{_PREFIX}eos_token_id"] = gguf.U32(number)
+    for kind, text in form.special_tokens.items():
+        if text not in vocabulary.texts:
+            raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
+        keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
     return keys
 
 

@@ -338,6 +338,47 @@ FAMILIES = {
             ),
         },
     ),
+    "glm4": (
+        "Glm4Config",
+        {
+            "": ([f"Glm4{head}" for head in HEADS[:4]], {**HEAD_DIM, **LABELS}),
+            "no biases": (
+                ["Glm4ForCausalLM"],
+                {**HEAD_DIM, "attention_bias": False, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "arcee": (
+        "ArceeConfig",
+        {
+            "": ([f"Arcee{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
+            "biases": (["ArceeForCausalLM"], {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+        },
+    ),
+    "olmo": (
+        "OlmoConfig",
+        {
+            "": (["OlmoForCausalLM", "OlmoModel", "OlmoForSequenceClassification"], {**GROUPED, **LABELS}),
+            "biases": (["OlmoForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {
+            "": (["OlmoeForCausalLM", "OlmoeModel"], {**GROUPED, "num_experts": 3, "num_experts_per_tok": 2}),
+            "biases": (
+                ["OlmoeForCausalLM"],
+                {**GROUPED, "num_experts": 3, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            "": (["MellumForCausalLM", "MellumModel"], MOE),
+            "biases": (["MellumForCausalLM"], {**MOE, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
     "internlm3": ("LlamaConfig", {"": (["InternLM3ForCausalLM"], GROUPED)}),
     "llama_embed": ("LlamaConfig", {"": (["LlamaBidirectionalModel"], GROUPED)}),
     "bert": (

@@ -119,10 +119,17 @@ def _qwen(folder):
     save_byte_level(folder, byte_level(QWEN_2, nfc=True))
 
 
+def _glm(folder):
+    tokenizer = byte_level(QWEN_2, size=300)
+    tokenizer.add_special_tokens([AddedToken("<|user|>", special=True, normalized=False)])
+    save_byte_level(folder, tokenizer)
+
+
 # How a tokenizer is made, and the rows of the embedding; Qwen's has some without a token.
 TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
+    "glm": (_glm, 305),
     "pieces": (pieces, 453),
     "gemma": (functools.partial(pieces, gemma=True), 453),
 }
@@ -280,6 +287,42 @@ MODELS = {
             "head_dim": 24, "max_position_embeddings": 32768, "attention_bias": False, "eod_token_id": 400,
             "pad_token_id": None, "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "glm4": (
+        transformers.Glm4ForCausalLM,
+        transformers.Glm4Config,
+        "glm",
+        {"head_dim": 16, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    ),
+    "arcee": (transformers.ArceeForCausalLM, transformers.ArceeConfig, "llama3", {}),
+    "olmo": (
+        transformers.OlmoForCausalLM,
+        transformers.OlmoConfig,
+        "qwen2",
+        {"pad_token_id": None, "clip_qkv": 0.5, "tie_word_embeddings": True},
+    ),
+    "olmoe": (
+        transformers.OlmoeForCausalLM,
+        transformers.OlmoeConfig,
+        "qwen2",
+        {"pad_token_id": None, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mellum": (
+        transformers.MellumForCausalLM,
+        transformers.MellumConfig,
+        "qwen2",
+        {
+            "head_dim": 24, "sliding_window": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
         },
     ),
     "seed_oss": (
