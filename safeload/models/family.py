@@ -487,7 +487,7 @@ def families() -> list[ModelFamily]:
     Example:
         >>> import safeload
         >>> [family.name for family in safeload.families() if family.gguf == "llama"]
-        ['llama', 'mistral', 'mixtral']
+        ['internlm3', 'llama', 'mistral', 'mixtral']
     """
     listed = []
     for name, family in family_files().items():
