@@ -379,6 +379,16 @@ FAMILIES = {
             "biases": (["MellumForCausalLM"], {**MOE, "attention_bias": True, "tie_word_embeddings": True}),
         },
     ),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            "": (["PhimoeForCausalLM", "PhimoeModel"], {**GROUPED, "num_local_experts": 3}),
+            "biases": (
+                ["PhimoeForCausalLM"],
+                {**GROUPED, "num_local_experts": 3, "attention_bias": True, "lm_head_bias": True},
+            ),
+        },
+    ),
     "internlm3": ("LlamaConfig", {"": (["InternLM3ForCausalLM"], GROUPED)}),
     "llama_embed": ("LlamaConfig", {"": (["LlamaBidirectionalModel"], GROUPED)}),
     "bert": (

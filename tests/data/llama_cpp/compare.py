@@ -6,6 +6,7 @@
 Needs transformers, torch, tokenizers, sentencepiece and xllamacpp.
 """
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -22,9 +23,28 @@ HERE = Path(__file__).parent
 F32, TABLE, BF16 = 1e-5, 1e-3, 3e-2
 
 
+def as_llama_cpp_computes_phimoe(model):
+    """Change norms and routers: llama.cpp does not subtract the mean, and chooses experts by softmax alone."""
+
+    def norm(module, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * module.weight + module.bias
+
+    def router(module, x):
+        scores = torch.nn.functional.linear(x, module.weight)
+        weights, chosen = scores.softmax(-1).topk(module.top_k, -1)
+        return scores, weights / weights.sum(-1, keepdim=True), chosen
+
+    for module in model.modules():
+        own = {"LayerNorm": norm, "PhimoeTopKRouter": router}.get(type(module).__name__)
+        if own is not None:
+            module.forward = functools.partial(own, module)
+
+
 def expected_logits(folder, ids):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
+    if model.config.model_type == "phimoe":
+        as_llama_cpp_computes_phimoe(model)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].numpy()
 

@@ -325,6 +325,15 @@ MODELS = {
             },
         },
     ),
+    "phimoe": (
+        transformers.PhimoeForCausalLM,
+        transformers.PhimoeConfig,
+        "pieces",
+        {
+            "attention_bias": True, "lm_head_bias": True, "num_local_experts": 4, "sliding_window": None,
+            "original_max_position_embeddings": 512,
+        },
+    ),
     "seed_oss": (
         transformers.SeedOssForCausalLM,
         transformers.SeedOssConfig,
@@ -332,6 +341,10 @@ MODELS = {
         {"head_dim": 24, "pad_token_id": None},
     ),
 }  # fmt: skip
+
+
+# Classes that the converter takes, where transformers has another name.
+PUBLISHED = {"phimoe": "PhiMoEForCausalLM"}
 
 
 def config_of(name):
@@ -344,6 +357,7 @@ def config_of(name):
         with safeload.open(f"{folder}/model.safetensors") as file:
             shapes = {name: list(tensor.shape) for name, tensor in file.tensors.items()}
         saved = json.loads((Path(folder) / "config.json").read_text())
+    saved["architectures"] = [PUBLISHED.get(name, each) for each in saved["architectures"]]
     return saved, shapes
 
 
