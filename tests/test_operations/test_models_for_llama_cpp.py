@@ -264,6 +264,41 @@ def test_rows_without_a_token_are_padding(folder, tmp_path):
     assert types[-1] == 5
 
 
+def test_the_layer_for_multi_token_prediction_follows_the_layers_of_exaone(folder, tmp_path, caplog):
+    safeload.convert(folder("exaone4"), tmp_path / "text.gguf")
+    model = MODELS["exaone4"]
+    tensors = llama_models.tensors_of(model)
+    whole = {name.replace("model.", "model.language_model."): array for name, array in tensors.items()}
+    first = "model.layers.0."
+    whole |= {f"mtp.layers.0.{name[len(first) :]}": x for name, x in tensors.items() if name.startswith(first)}
+    vectors = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    whole |= {f"{name}.weight": np.ones(64, np.float32) for name in vectors}
+    whole |= {"mtp.fc.weight": np.ones((64, 128), np.float32), "model.visual.x.weight": np.ones(2, np.float32)}
+    config = {
+        "architectures": ["Exaone4_5_ForConditionalGeneration"],
+        "text_config": {**model["config"], "architectures": None, "num_nextn_predict_layers": 1},
+    }
+    source = llama_models.write_folder(tmp_path / "whole", {**model, "config": config}, whole)
+    safeload.convert(source, tmp_path / "whole.gguf")
+    assert "left out (language model only): 'model.visual.x.weight'" in caplog.text
+    text, own = (llama_models.described(tmp_path / f"{name}.gguf") for name in ("text", "whole"))
+    assert own["tensors"].items() >= text["tensors"].items()
+    more = own["tensors"].keys() - text["tensors"].keys()
+    assert {name for name in more if ".nextn." not in name} == {
+        name.replace(".0.", ".2.") for name in text["tensors"] if ".0." in name
+    }
+    assert own["metadata"]["exaone4.block_count"] == ["u32", 3]
+    assert own["metadata"]["exaone4.nextn_predict_layers"] == ["u32", 1]
+    refused(
+        llama_models.write_folder(
+            tmp_path / "text",
+            {**model, "config": {**config, "text_config": {**config["text_config"], "num_nextn_predict_layers": 2}}},
+            whole,
+        ),
+        "num_nextn_predict_layers is 2",
+    )
+
+
 # ---- models for embeddings ----
 
 POOLING = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
