@@ -56,21 +56,23 @@ The fields of ``gguf``:
   transformers left out what equals the class's defaults there.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
-- ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
-- ``supports``: expressions by the config key that messages name; llama.cpp has no model with 0 in a layer.
+- ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not, or in
+  a layer. In the text, ``{key}`` is a value of the config, and ``{architecture}`` that of llama.cpp.
 - ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
   ``value``, for each of the ``each_layer`` layers an item of ``values``.
 - ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others in
-  ``layer_types``; ``listed``, true if the file has the kind of each layer; or ``ignored``, true if llama.cpp attends to
+  ``layer_types``; ``written``, the key that says which layers have one; or ``ignored``, true if llama.cpp attends to
   all positions. ``others``: items of ``layer_types`` for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
   config made from a file, by key: a tensor, the value without it and the value with it.
-- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token. ``tokens``: ids of special
+- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
+  ``end_of_turn_listed``: true if it is the first of several ends in ``generation_config.json``. ``end_of_text``: a
+  token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
   tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
   types that the tokenizer does not name. ``tokenizer``: "gemma4" for its kind.
   ``suppress_tokens``: true to write those that ``generation_config.json`` has.
-- ``conditions``: expressions that must not be 0, with what llama.cpp needs.
+- ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -196,6 +198,7 @@ class GgufRope(NamedTuple):
     share: float = 1.0  # of a config without ``partial_rotary_factor``
     parameters: tuple[str, ...] = ()  # more parameters of rotations, which the family's keys hold or that need none
     sliding: bool = False  # layers with a sliding window have a base of their own
+    single_base: bool = False  # True if llama.cpp computes all layers with the same base, whatever the file says
 
 
 class GgufForm:
@@ -220,15 +223,13 @@ class GgufForm:
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
         self.text_type: str = content.get("text_type", self.model_type)
-        self.supports: Mapping[str, str] = content.get("supports", {})
         self.per_layer: tuple[str, ...] = content.get("per_layer", ())
-        self.conditions: Mapping[str, str] = content.get("conditions", {})
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
         self.windowed: str = content["windows"].get("kind", "sliding_attention")
+        self.windows: str | None = content["windows"].get("written")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
-        self.lists_windows: bool = content["windows"].get("listed", False)
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
         self.restores: tuple[str, ...] = content.get("restores", ())
@@ -244,6 +245,9 @@ class GgufForm:
         self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})
         self.tokenizer: str | None = content.get("tokenizer")
         self.suppresses: bool = content.get("suppress_tokens", False)
+        self.end_of_text: str | None = content.get("end_of_text")
+        self.end_of_turn_listed: bool = content.get("end_of_turn_listed", False)
+        self.pooling: bool = content.get("pooling", False)
 
     @property
     def embedding(self) -> str:
@@ -255,6 +259,11 @@ class GgufForm:
     def head(self) -> str:
         """The published name of the head."""
         return next(iter(self.layouts.get("output.weight", ())), "lm_head.weight")
+
+    @property
+    def prefix(self) -> str:
+        """The usual prefix of published names."""
+        return next(iter(self.layouts["token_embd.weight"])).removesuffix(self.embedding)
 
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
@@ -579,7 +588,7 @@ def families() -> list[ModelFamily]:
     Example:
         >>> import safeload
         >>> [family.name for family in safeload.families() if family.gguf == "llama"]
-        ['llama', 'mistral', 'mixtral']
+        ['internlm3', 'llama', 'mistral', 'mixtral']
     """
     listed = []
     for name, family in family_files().items():

@@ -452,6 +452,58 @@ def test_rows_beyond_the_vocabulary_of_gemma_3_are_cut(folder, tmp_path):
         assert len(file.metadata["tokenizer.ggml.tokens"]) == len(usual)
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "no_rope_layers is .1, 1, 0, 1., unlike in smollm3"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 1]},
+            "no_rope_layers. in the config is .1, 1., expected an integer, or a list",
+        ),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 3},
+            "no_rope_layer_interval is 3, unlike in smollm3",
+        ),
+        ("smollm3", {"num_hidden_layers": 1 << 40}, "num_hidden_layers must be a positive integer"),
+        ("granite", {"head_dim": 32}, "head_dim is 32, unlike in granite"),
+        ("granite", {"attention_multiplier": "absent"}, "attention_multiplier is missing"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling must be a number"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is missing"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must be a list of 4 items"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 5e5}}},
+            "has the rope_theta 500000.0 in layers with a sliding window too",
+        ),
+        ("exaone4", {"sliding_window": 16}, "sliding_window is 16, unlike in exaone4"),
+        ("ernie4_5", {"use_bias": True}, "use_bias is True"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index is 1, unlike in ernie4_5-moe"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2, unlike in ernie4_5-moe"),
+        ("ernie4_5_moe", {"moe_num_experts": "absent"}, "moe_num_experts is missing"),
+        ("hunyuan_v1_dense", {"max_position_embeddings": 4096}, "max_position_embeddings is 4096, unlike in hunyuan"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "rope parameter alpha is missing"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 5.0}},
+            "rope_theta is 5.0, but llama.cpp stretches 10000.0",
+        ),
+        ("glm4", {"head_dim": 32}, "head_dim is 32, unlike in glm4"),
+        ("arcee", {"hidden_act": "silu"}, "no activation 'silu' for arcee"),
+        ("olmo", {"attention_bias": True}, "attention_bias is True"),
+        ("olmoe", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types is .*, unlike in mellum"),
+        ("mellum", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        ("granitemoeshared", {"shared_intermediate_size": 64}, "ffn_up_shexp.weight' has the shape .96, 64."),
+    ],
+)
+def test_settings_that_llama_cpp_assumes_otherwise_are_refused(name, config, match, folder):
+    refused(folder(name, **config), match)
+
+
 def test_windows_that_llama_cpp_ignores_are_a_warning(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "safeload"):
         safeload.convert(folder("mistral", sliding_window=64), tmp_path / "x.gguf")
@@ -466,6 +518,96 @@ def test_rows_without_a_token_are_padding(folder, tmp_path):
     assert len(tokens) == len(types) == rows
     assert tokens[-1] == f"[PAD{rows - 1}]"
     assert types[-1] == 5
+
+
+def test_the_layer_for_multi_token_prediction_follows_the_layers_of_exaone(folder, tmp_path, caplog):
+    safeload.convert(folder("exaone4"), tmp_path / "text.gguf")
+    model = MODELS["exaone4"]
+    tensors = llama_models.tensors_of(model)
+    whole = {name.replace("model.", "model.language_model."): array for name, array in tensors.items()}
+    first = "model.layers.0."
+    whole |= {f"mtp.layers.0.{name[len(first) :]}": x for name, x in tensors.items() if name.startswith(first)}
+    vectors = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    whole |= {f"{name}.weight": np.ones(64, np.float32) for name in vectors}
+    whole |= {"mtp.fc.weight": np.ones((64, 128), np.float32), "model.visual.x.weight": np.ones(2, np.float32)}
+    config = {
+        "architectures": ["Exaone4_5_ForConditionalGeneration"],
+        "text_config": {**model["config"], "architectures": None, "num_nextn_predict_layers": 1},
+    }
+    source = llama_models.write_folder(tmp_path / "whole", {**model, "config": config}, whole)
+    safeload.convert(source, tmp_path / "whole.gguf")
+    assert "left out (language model only): 'model.visual.x.weight'" in caplog.text
+    text, own = (llama_models.described(tmp_path / f"{name}.gguf") for name in ("text", "whole"))
+    assert own["tensors"].items() >= text["tensors"].items()
+    more = own["tensors"].keys() - text["tensors"].keys()
+    assert {name for name in more if ".nextn." not in name} == {
+        name.replace(".0.", ".2.") for name in text["tensors"] if ".0." in name
+    }
+    assert own["metadata"]["exaone4.block_count"] == ["u32", 3]
+    assert own["metadata"]["exaone4.nextn_predict_layers"] == ["u32", 1]
+    refused(
+        llama_models.write_folder(
+            tmp_path / "text",
+            {**model, "config": {**config, "text_config": {**config["text_config"], "num_nextn_predict_layers": 2}}},
+            whole,
+        ),
+        "num_nextn_predict_layers is 2",
+    )
+
+
+# ---- models for embeddings ----
+
+POOLING = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        ({"pooling_mode_mean_tokens": True}, 1),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, 2),
+        ({"pooling_mode_lasttoken": True}, 3),
+        ({"pooling_mode": "lasttoken"}, 3),
+    ],
+)
+def test_the_pooling_of_embeddings_is_written(content, number, folder, tmp_path, caplog):
+    source = folder("qwen3")
+    (source / "modules.json").write_text(json.dumps(POOLING))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    safeload.convert(source, tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["qwen3.pooling_type"] == number
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert "not recovered: modules.json, the pooling of embeddings" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("modules", "content", "match"),
+    [
+        ("{", {}, "modules.json: invalid JSON"),
+        (json.dumps([{"type": "Pooling", "path": "../x"}]), {}, "modules.json: invalid path '../x'"),
+        (
+            json.dumps(POOLING),
+            {"pooling_mode_max_tokens": True},
+            "no such pooling, expected one of mean, cls, lasttoken",
+        ),
+    ],
+)
+def test_other_pooling_is_refused(modules, content, match, folder):
+    source = folder("qwen3", files={"modules.json": modules})
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    refused(source, match)
+
+
+def test_names_without_a_prefix_are_of_a_model_without_a_head(folder, tmp_path):
+    tensors = llama_models.tensors_of(MODELS["qwen3"])
+    bare = {name.removeprefix("model."): array for name, array in tensors.items() if name != "lm_head.weight"}
+    source = folder("qwen3", tensors={**dict.fromkeys(tensors), **bare})
+    safeload.convert(source, tmp_path / "x.gguf")
+    assert "output.weight" not in safeload.load(tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert safeload.load(tmp_path / "back").keys() == bare.keys()
 
 
 # ---- tokenizers ----
@@ -591,6 +733,27 @@ def test_an_unknown_hash_falls_back_to_the_expression(folder, tmp_path):
         safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
         with safeload.open(tmp_path / "x.gguf") as file:
             assert file.metadata["tokenizer.ggml.pre"] == name
+
+
+def test_families_say_which_tokens_end_texts_and_turns(folder, tmp_path):
+    ends = {"generation_config.json": json.dumps({"eos_token_id": [401, 400]})}
+    safeload.convert(folder("hunyuan_v1_dense", files=ends), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["tokenizer.ggml.eos_token_id"] == 400
+        assert file.metadata["tokenizer.ggml.eot_token_id"] == 401
+    settings = (llama_models.DATA / "pieces" / "tokenizer_config.json").read_text(encoding="utf-8")
+    files = {"tokenizer_config.json": settings.replace("<|im_start|>", "<|im_end|>")}
+    source = folder("llama2", files=files, architectures=["InternLM3ForCausalLM"], eos_token_id=2)
+    safeload.convert(source, tmp_path / "x.gguf", overwrite=True)
+    with safeload.open(tmp_path / "x.gguf") as file:
+        number = file.metadata["tokenizer.ggml.eos_token_id"]
+        assert file.metadata["tokenizer.ggml.tokens"][number] == "<|im_end|>"
+
+
+def test_tokens_that_a_family_needs_are_in_its_tokenizer(folder):
+    content = tokenizer("glm")
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "<|user|>"]
+    refused(folder("glm4", files={"tokenizer.json": json.dumps(content)}), r"no '<\|user\|>', which glm4 needs")
 
 
 # ---- sources, options ----

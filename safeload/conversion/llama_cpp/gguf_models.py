@@ -37,7 +37,7 @@ from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, to
 
 # safeload's keys for the way back.
 _CONFIG = "config"
-_EXPERTS = f"{KEPT}experts"
+_EXPERTS, _NAME_PREFIX = f"{KEPT}experts", f"{KEPT}prefix"
 _GENERATION = "generation_config.json"
 _VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
 # Longest name to write.
@@ -51,6 +51,14 @@ _SAMPLING: dict[str, tuple[tuple[str, ...], type[int] | type[float]]] = {
     "temp": (("temperature",), gguf.F32),
     "penalty_repeat": (("penalty_repeat", "repetition_penalty"), gguf.F32),
 }
+_MODULES, _POOLING = "modules.json", "pooling_type"
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+# Poolings by number from 1, with older keys.
+_POOLINGS = (
+    ("mean", "pooling_mode_mean_tokens"),
+    ("cls", "pooling_mode_cls_token"),
+    ("lasttoken", "pooling_mode_lasttoken"),
+)
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 SINGLE, FUSED = "single", "fused"
@@ -98,6 +106,7 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
     tokens = tokenizer_keys(files, config, form, rows)
+    pooling = _pooling(files) if form.pooling else None
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
@@ -105,11 +114,13 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         "general.type": "model",
         **_general_keys(files.folder, shapes, config, form),
         **settings,
+        **({} if pooling is None else {f"{form.architecture}.{_POOLING}": gguf.U32(pooling)}),
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
         **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
+        **({_NAME_PREFIX: ""} if form.prefix and form.embedding in catalog else {}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     check_tensors(shapes, settings, rows, catalog.title, form)
@@ -167,6 +178,27 @@ def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return f"{experts}{scaled:.{digits}f}{unit}"
 
 
+def _pooling(files: TokenizerFiles) -> int | None:
+    """Return llama.cpp's number of the pooling that sentence-transformers computes, or None if there is none."""
+    try:
+        modules = json.loads(files.content(_MODULES) or b"[]")
+    except ValueError:
+        raise files.fault(_MODULES, "invalid JSON") from None
+    steps = [step for step in modules if isinstance(step, dict)] if isinstance(modules, list) else []
+    place = next((step.get("path") for step in steps if str(step.get("type")).endswith("Pooling")), None)
+    if place is None:
+        return None
+    if not isinstance(place, str) or not _PLAIN_NAME.fullmatch(place):
+        raise files.fault(_MODULES, f"invalid path {show(place)}")
+    name = f"{place}/config.json"
+    content = read_if_there((files.folder / name).path, name, files.folder.files) or {}
+    for number, (kind, key) in enumerate(_POOLINGS, 1):
+        if content.get(key) is True or content.get("pooling_mode") == kind:
+            return number
+    expected = ", ".join(kind for kind, _ in _POOLINGS)
+    raise UnsupportedError(f"{files.folder.shown}: {name}: llama.cpp has no such pooling, expected one of {expected}")
+
+
 # ---- the way back ----
 
 
@@ -209,6 +241,8 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, form.class_name)
     notes += more
+    if f"{architecture}.{_POOLING}" in metadata:
+        notes.append(f"{_MODULES}, the pooling of embeddings")
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
     return result
@@ -266,7 +300,9 @@ def llama_cpp_recipes(
         if not placed and form.published.role(name) != "buffer":
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
-    if tied is not True and form.head not in stored_by_name and not form.tied and not config.headless:
+    # A model without a head has names without a prefix, even if its config has the class of a model with a head.
+    headless = config.headless or (form.prefix != "" and form.embedding in catalog)
+    if tied is not True and form.head not in stored_by_name and not form.tied and not headless:
         text = "is missing, and tie_word_embeddings is not true"
         raise error_about(FormatError, text, path=catalog.title, tensor=form.head)
     for target, members in experts.items():
@@ -422,7 +458,8 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
             recipes[full] = _joined(
                 catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
             )
-    return recipes
+    prefix = form.prefix if _NAME_PREFIX in catalog.metadata else ""
+    return {name.removeprefix(prefix): recipe for name, recipe in recipes.items()}
 
 
 def _renamed(name: str, config: ModelConfig, form: GgufForm) -> str:

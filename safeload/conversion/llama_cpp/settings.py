@@ -7,6 +7,7 @@ is either written, or must have the value that llama.cpp assumes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, product
@@ -35,7 +36,15 @@ from ...models.family import (
     gguf_architectures,
     gguf_forms,
 )
-from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
+from ...models.schema import (
+    ANY,
+    MAX_LAYERS,
+    Config,
+    ConfigError,
+    Schema,
+    language_of,
+    listed_in,
+)
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
@@ -74,6 +83,10 @@ _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 _CONTEXTS = (8192, *(1 << k for k in range(6, 21)))
 _HIGH = (4.0, 1.0)  # the second in Llama 4
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": _HIGH[0], _ORIGINAL: _CONTEXTS[0]}
+# Context length of stretched rotations.
+_STRETCHED = 1 << 18
+# Names in the texts of refusals.
+_NAMES = re.compile(r"\{([\w.]+)\}", re.ASCII)
 # Keys of special tokens, with the words of llama.cpp's.
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
@@ -133,6 +146,11 @@ class ModelConfig:
             return self._expressions.evaluate(expression, layer)
         except ConfigError as error:
             raise self.fault(str(error)) from None
+
+    def holds(self, condition: str) -> bool:
+        """Return True if an expression is not 0, in every layer if it depends on the layer."""
+        layers = range(min(self.size("block_count"), MAX_LAYERS)) if self._expressions.varies(condition) else (None,)
+        return all(self.integer(condition, layer) for layer in layers)
 
     def shape(self, expressions: Sequence[str], total: int) -> tuple[int, ...]:
         """Return a shape of so many values; "-1" is the size that is left."""
@@ -236,15 +254,11 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
                 f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
             )
     for text, condition in form.needs.items():
-        if not config.integer(condition):
+        if not config.holds(condition):
+            for name in _NAMES.findall(text):
+                value = form.architecture if name == "architecture" else show(config.find((name,)))
+                text = text.replace(f"{{{name}}}", value)
             raise config.unsupported(text)
-    for setting, condition in form.supports.items():
-        layers = min(config.size("block_count"), MAX_LAYERS)
-        if not all(config.integer(condition, layer) for layer in range(layers)):
-            raise config.unsupported(f"{setting} is {show(config.find((setting,)))}, unlike in {form.architecture}")
-    for condition, text in form.conditions.items():
-        if not config.integer(condition):
-            raise config.unsupported(f"llama.cpp's {form.architecture} needs {text}")
     _check_layers(config, form)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar", form.defaults.get("query_pre_attn_scalar"))
@@ -342,7 +356,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
         if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
         return
-    if form.lists_windows:
+    if form.windows is not None:
         other = next((kind for kind in kinds or () if kind not in ("full_attention", "sliding_attention")), None)
         if other is not None:
             raise config.unsupported(f"layer_types: llama.cpp's {form.architecture} has no {show(other)}")
@@ -407,6 +421,17 @@ class Rope:
         if rope.dimensions == "head":
             yield "dimension_count", gguf.U32(self.config.head_dim)
         base = self.full.get("rope_theta", None if rope.base == USUAL_BASE else rope.base)
+        if rope.single_base and self.sliding_base not in (None, base):
+            raise self.config.unsupported(
+                f"llama.cpp has the rope_theta {show(base)} in layers with a sliding window too"
+            )
+        if self.kind == "dynamic" and self.kind in rope.types:  # stretched by a fixed factor, as Hunyuan's
+            if (base := self.full.get("rope_theta", USUAL_BASE)) != USUAL_BASE:
+                raise self.config.unsupported(f"rope_theta is {show(base)}, but llama.cpp stretches {USUAL_BASE}")
+            base *= self._number("alpha") ** (self.config.head_dim / max(1, self.config.head_dim - 2))
+            yield "scaling.type", "none"
+            yield "scaling.factor", gguf.F32(1.0)
+            yield "scaling.original_context_length", gguf.U32(_STRETCHED)
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None or rope.sliding:
@@ -479,17 +504,18 @@ class Rope:
         base = np.float32(self._number("rope_theta", USUAL_BASE))
         if not base > 0:
             raise self.config.fault(f"rope_theta must be above 0, got {base}")
-        frequencies = np.float32(1.0) / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+        unit, exponents = np.float32(1), np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        # torch rounds powers better than NumPy does in f32, and divides a number by a tensor in two steps.
+        frequencies = unit / np.power(np.float64(base), exponents, dtype=np.float64).astype(np.float32)
         factor = self._number("factor", 8.0)
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
         original = self._number(_ORIGINAL, 8192)
         if not (0 < low <= high and factor > 0 and original > 0):
             text = "rope parameters of llama3 must have 0 < low_freq_factor <= high_freq_factor and factor > 0"
             raise self.config.fault(text)
-        unit = np.float32(1)
         with np.errstate(all="ignore"):  # of values that are not chosen
-            lengths = np.float32(2 * math.pi) / frequencies
-            smooth = (np.float32(original) / lengths - np.float32(low)) / np.float32(high - low)
+            lengths = unit / frequencies * np.float32(2 * math.pi)
+            smooth = (unit / lengths * np.float32(original) - np.float32(low)) / np.float32(high - low)
             between = unit / ((unit - smooth) / np.float32(factor) + smooth)
             factors: Array = np.where(lengths > original / low, np.float32(factor), between)
         result = np.where(lengths < original / high, unit, factors)
@@ -587,6 +613,9 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
     if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
         config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every, form.windowed)
+    if form.windows is not None:
+        sliding = np.asarray(catalog.metadata.get(f"{form.architecture}.{form.windows}", ()), bool).reshape(-1)
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding] or None
     if form.rope.types:
         _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
@@ -633,6 +662,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
         rope[_ORIGINAL] = number("scaling.original_context_length", 0)
         rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
+    if "dynamic" in form.rope.types and kind == "none" and number("scaling.original_context_length", 0) == _STRETCHED:
+        size = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+        alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
+        rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
@@ -660,7 +693,8 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope[key.removeprefix("rope.")] = config.pop(key)
     config["rope_parameters"] = rope
     if form.rope.sliding:
-        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}
+        usual = rope["rope_theta"] if form.rope.single_base else USUAL_BASE
+        sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", usual)}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
 
 

@@ -74,6 +74,7 @@ _ADDS_BOS = (
 # Steps of published pre-tokenizers are at most this many.
 _MOST_STEPS = 16
 # Keys that the files do not give, by the rows of the embedding: of Code Llama, and of SmolLM and Granite.
+_LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3", "arcee", "llama-embed")
 _BY_ROWS = {32016: {f"{_PREFIX}eot_token_id": gguf.U32(32010)}, 49152: {f"{_PREFIX}add_bos_token": False}}
 _ADVICE = "raw=True writes the tensors without a tokenizer"
 
@@ -117,6 +118,11 @@ class TokenizerFiles:
     def tekken(self) -> dict[str, Any] | None:
         """The content of ``tekken.json`` in a folder without ``tokenizer.json``; None without one."""
         return self._read(TEKKEN) if self.json is None else None
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The content of ``generation_config.json``; empty without one."""
+        return self._read("generation_config.json") or {}
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
@@ -224,11 +230,21 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
         keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     if vocabulary.kind == "gemma4":
         keys[f"{_PREFIX}add_bos_token"] = True
+    ends = files.generation.get("eos_token_id") if form.end_of_turn_listed else None
+    if isinstance(ends, list) and len(ends) > 1 and type(ends[0]) is int and 0 <= ends[0] < rows:
+        keys[f"{_PREFIX}eot_token_id"] = gguf.U32(ends[0])
+    if form.end_of_text is not None:
+        number = config.values.get(form.end_of_text)
+        if form.end_of_text in vocabulary.texts and f"{_PREFIX}eos_token_id" in keys:
+            number = vocabulary.texts.index(form.end_of_text)
+        if type(number) is int and 0 <= number < rows:
+            keys[f"{_PREFIX}eos_token_id"] = gguf.U32(number)
     for kind, text in form.special_tokens.items():
         if text not in vocabulary.texts:
             raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
         keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
-    return {**keys, **(_BY_ROWS.get(rows, {}) if form.architecture == "llama" else {})}
+    alike = form.architecture in _LIKE_LLAMA  # the converter writes them in the same function
+    return {**keys, **(_BY_ROWS.get(rows, {}) if alike else {})}
 
 
 def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:

@@ -43,6 +43,8 @@ MOE = {**HEAD_DIM, "moe_intermediate_size": 14, "num_experts": 3, "num_experts_p
 QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 18}
 QWEN2_MOE.pop("head_dim")
 LLAMA_4 = {**HEAD_DIM, "intermediate_size": 14, "intermediate_size_mlp": 40, "num_local_experts": 3}
+ERNIE_MOE = {**GROUPED, "moe_intermediate_size": 14, "moe_num_experts": 3, "moe_k": 2, "moe_num_shared_experts": 1}
+GRANITE_MOE = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}
 MLA = {
     **SIZES,
     "num_key_value_heads": 4,
@@ -463,6 +465,162 @@ FAMILIES = {
             ),
         },
     ),
+    "smollm3": (
+        "SmolLM3Config",
+        {
+            "": ([f"SmolLM3{head}" for head in HEADS], {**GROUPED, **LABELS}),
+            "biases": (
+                ["SmolLM3ForCausalLM"],
+                {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+            ),
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "": (["GraniteForCausalLM", "GraniteModel"], GROUPED),
+            "biases": (
+                ["GraniteForCausalLM"],
+                {**GROUPED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {
+            "": (["GraniteMoeForCausalLM", "GraniteMoeModel"], GRANITE_MOE),
+            "biases": (["GraniteMoeForCausalLM"], {**GRANITE_MOE, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {
+            "": (
+                ["GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel"],
+                {**GRANITE_MOE, "shared_intermediate_size": 18},
+            ),
+            "nothing shared": (["GraniteMoeSharedForCausalLM"], GRANITE_MOE),
+        },
+    ),
+    "olmo2": (
+        "Olmo2Config",
+        {
+            "": (["Olmo2ForCausalLM", "Olmo2Model", "Olmo2ForSequenceClassification"], {**GROUPED, **LABELS}),
+            "biases": (["Olmo2ForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        {"": (["Olmo3ForCausalLM", "Olmo3Model", "Olmo3ForSequenceClassification"], {**GROUPED, **LABELS})},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        {
+            "": ([f"Exaone4{head}" for head in HEADS], {**GROUPED, **LABELS}),
+            "tied": (["Exaone4ForCausalLM"], {**HEAD_DIM, "tie_word_embeddings": True}),
+        },
+    ),
+    "ernie4_5": (
+        "Ernie4_5Config",
+        {
+            "": (["Ernie4_5ForCausalLM", "Ernie4_5Model"], HEAD_DIM),
+            "biases": (["Ernie4_5ForCausalLM"], {**HEAD_DIM, "use_bias": True, "tie_word_embeddings": False}),
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "": (["Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel"], ERNIE_MOE),
+            "dense layers": (
+                ["Ernie4_5_MoeForCausalLM"],
+                {
+                    **ERNIE_MOE,
+                    "num_hidden_layers": 7,
+                    "moe_layer_start_index": 2,
+                    "moe_layer_end_index": 4,
+                    "moe_layer_interval": 2,
+                    "tie_word_embeddings": False,
+                },
+            ),
+            "biases": (["Ernie4_5_MoeForCausalLM"], {**ERNIE_MOE, "use_bias": True, "moe_num_shared_experts": 0}),
+        },
+    ),
+    "seed_oss": (
+        "SeedOssConfig",
+        {
+            "": ([f"SeedOss{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
+            "biases": (
+                ["SeedOssForCausalLM"],
+                {**HEAD_DIM, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+            ),
+        },
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {
+            "": (
+                ["HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model", "HunYuanDenseV1ForSequenceClassification"],
+                {**HEAD_DIM, **LABELS},
+            ),
+            "biases": (
+                ["HunYuanDenseV1ForCausalLM"],
+                {**HEAD_DIM, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "glm4": (
+        "Glm4Config",
+        {
+            "": ([f"Glm4{head}" for head in HEADS[:4]], {**HEAD_DIM, **LABELS}),
+            "no biases": (
+                ["Glm4ForCausalLM"],
+                {**HEAD_DIM, "attention_bias": False, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "arcee": (
+        "ArceeConfig",
+        {
+            "": ([f"Arcee{head}" for head in HEADS], {**HEAD_DIM, **LABELS}),
+            "biases": (["ArceeForCausalLM"], {**GROUPED, "attention_bias": True, "mlp_bias": True}),
+        },
+    ),
+    "olmo": (
+        "OlmoConfig",
+        {
+            "": (["OlmoForCausalLM", "OlmoModel", "OlmoForSequenceClassification"], {**GROUPED, **LABELS}),
+            "biases": (["OlmoForCausalLM"], {**GROUPED, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {
+            "": (["OlmoeForCausalLM", "OlmoeModel"], {**GROUPED, "num_experts": 3, "num_experts_per_tok": 2}),
+            "biases": (
+                ["OlmoeForCausalLM"],
+                {**GROUPED, "num_experts": 3, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            "": (["MellumForCausalLM", "MellumModel"], MOE),
+            "biases": (["MellumForCausalLM"], {**MOE, "attention_bias": True, "tie_word_embeddings": True}),
+        },
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            "": (["PhimoeForCausalLM", "PhimoeModel"], {**GROUPED, "num_local_experts": 3}),
+            "biases": (
+                ["PhimoeForCausalLM"],
+                {**GROUPED, "num_local_experts": 3, "attention_bias": True, "lm_head_bias": True},
+            ),
+        },
+    ),
+    "internlm3": ("LlamaConfig", {"": (["InternLM3ForCausalLM"], GROUPED)}),
+    "llama_embed": ("LlamaConfig", {"": (["LlamaBidirectionalModel"], GROUPED)}),
     "bert": (
         "BertConfig",
         {
@@ -664,6 +822,8 @@ FAMILIES |= {
     ),
     "gpt_neo": ("GPTNeoConfig", {"": ([f"GPTNeo{head}" for head in HEADS], {**NEO, **LABELS})}),
 }
+# Classes that transformers does not have, with those that have the same tensors.
+OTHERS = {"InternLM3ForCausalLM": "LlamaForCausalLM", "LlamaBidirectionalModel": "LlamaModel"}
 
 # Published models: class of the config and of the model, and the sizes in their config.json that are not the defaults.
 PUBLISHED = {
@@ -843,7 +1003,7 @@ def saved(model):
 
 
 def made(name, config, sizes):
-    return getattr(transformers, name)(getattr(transformers, config)(**sizes))
+    return getattr(transformers, OTHERS.get(name, name))(getattr(transformers, config)(**sizes))
 
 
 def small(family):
@@ -854,6 +1014,7 @@ def small(family):
         for name in classes:
             torch.manual_seed(0)
             said, shapes = saved(made(name, config, sizes))
+            said["architectures"] = [name]
             found[f"{name}, {case}" if case else name] = {"config": said, "shapes": shapes}
     return found
 

@@ -196,10 +196,17 @@ def _qwen(folder):
     save_byte_level(folder, byte_level(QWEN_2, nfc=True))
 
 
+def _glm(folder):
+    tokenizer = byte_level(QWEN_2, size=300)
+    tokenizer.add_special_tokens([AddedToken("<|user|>", special=True, normalized=False)])
+    save_byte_level(folder, tokenizer)
+
+
 # How a tokenizer is made, and the rows of the embedding; Qwen's has some without a token.
 TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
+    "glm": (_glm, 305),
     "pieces": (pieces, 453),
     "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
@@ -224,6 +231,11 @@ _GEMMA_4_ROPE = {
     "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
+_GRANITE_DENSE = {
+    "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625,
+    "attention_bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+_GRANITE_MOE = {**_GRANITE_DENSE, "attention_bias": False, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 _DELTA_NET = {
     "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -664,6 +676,125 @@ MODELS = {
             "intermediate_size": 128, "tie_word_embeddings": False,
         },
     ),
+    "llama_model": (transformers.LlamaModel, transformers.LlamaConfig, "llama3", {}),
+    "smollm3": (
+        transformers.SmolLM3ForCausalLM,
+        transformers.SmolLM3Config,
+        "llama3",
+        {"num_hidden_layers": 4, "pad_token_id": None},
+    ),
+    "granite": (transformers.GraniteForCausalLM, transformers.GraniteConfig, "llama3", {**_GRANITE_DENSE, "mlp_bias": True}),  # noqa: E501
+    "granitemoe": (transformers.GraniteMoeForCausalLM, transformers.GraniteMoeConfig, "pieces", _GRANITE_MOE),
+    "granitemoeshared": (
+        transformers.GraniteMoeSharedForCausalLM,
+        transformers.GraniteMoeSharedConfig,
+        "llama3",
+        {**_GRANITE_MOE, "shared_intermediate_size": 80},
+    ),
+    "olmo2": (
+        transformers.Olmo2ForCausalLM,
+        transformers.Olmo2Config,
+        "llama3",
+        {"attention_bias": False, "pad_token_id": None},
+    ),
+    "olmo3": (
+        transformers.Olmo3ForCausalLM,
+        transformers.Olmo3Config,
+        "qwen2",
+        {
+            "sliding_window": 16, "num_hidden_layers": 4, "pad_token_id": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64, "attention_factor": 1.2079441541679836,
+                },
+            },
+        },
+    ),
+    "exaone4": (
+        transformers.Exaone4ForCausalLM,
+        transformers.Exaone4Config,
+        "llama3",
+        {
+            "sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1000000.0, "factor": 16.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "ernie4_5": (transformers.Ernie4_5ForCausalLM, transformers.Ernie4_5Config, "pieces", {"head_dim": 24}),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeForCausalLM,
+        transformers.Ernie4_5_MoeConfig,
+        "pieces",
+        {
+            "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
+            "moe_intermediate_size": 48, "moe_layer_start_index": 1, "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_dense": (
+        transformers.HunYuanDenseV1ForCausalLM,
+        transformers.HunYuanDenseV1Config,
+        "qwen2",
+        {
+            "head_dim": 24, "max_position_embeddings": 32768, "attention_bias": False, "eod_token_id": 400,
+            "pad_token_id": None, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "glm4": (
+        transformers.Glm4ForCausalLM,
+        transformers.Glm4Config,
+        "glm",
+        {"head_dim": 16, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    ),
+    "arcee": (transformers.ArceeForCausalLM, transformers.ArceeConfig, "llama3", {}),
+    "olmo": (
+        transformers.OlmoForCausalLM,
+        transformers.OlmoConfig,
+        "qwen2",
+        {"pad_token_id": None, "clip_qkv": 0.5, "tie_word_embeddings": True},
+    ),
+    "olmoe": (
+        transformers.OlmoeForCausalLM,
+        transformers.OlmoeConfig,
+        "qwen2",
+        {"pad_token_id": None, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mellum": (
+        transformers.MellumForCausalLM,
+        transformers.MellumConfig,
+        "qwen2",
+        {
+            "head_dim": 24, "sliding_window": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
+    "phimoe": (
+        transformers.PhimoeForCausalLM,
+        transformers.PhimoeConfig,
+        "pieces",
+        {
+            "attention_bias": True, "lm_head_bias": True, "num_local_experts": 4, "sliding_window": None,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "seed_oss": (
+        transformers.SeedOssForCausalLM,
+        transformers.SeedOssConfig,
+        "qwen2",
+        {"head_dim": 24, "pad_token_id": None},
+    ),
 }  # fmt: skip
 
 # Tensors for multi-token prediction, which published models have and transformers does not write: vLLM,
@@ -767,6 +898,10 @@ _REPAIRS = {
 }
 
 
+# Classes that the converter takes, where transformers has another name.
+PUBLISHED = {"phimoe": "PhiMoEForCausalLM"}
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings, *published = MODELS[name]
@@ -794,6 +929,7 @@ def config_of(name):
             shapes[tensor][1:] = shapes[tensor][:0:-1]
     if whole:
         saved["text_config"] = inner
+    saved["architectures"] = [PUBLISHED.get(name, each) for each in saved["architectures"]]
     changes, more = [*published, {}, {}][:2]
     saved = {key: value for key, value in {**saved, **changes}.items() if key not in changes or value is not None}
     return saved, {**shapes, **more, **{f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}}
