@@ -21,26 +21,33 @@ The fields of ``gguf``:
 - ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower.
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
-  llama.cpp, with the reason.
-- ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
+  llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; layers after them, such
+  as those for multi-token prediction, are left out.
+- ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
+  the family if it is not 0.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
-  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family;
+  ``default``; and ``optional``, with ``null`` if a config made from a file without the key must have null there. Or
+  ``value``, an integer expression over the config and the ``defaults`` of the family;
   with ``each_layer``, the number of layers, it is an array. ``when``: an expression, 0 for a key that is not written.
   ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is filled up with zeros.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
-  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``from``: the published
+  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. ``layers`` and
+  ``more_layers``: expressions over these sizes; ``block_count`` and none by default. ``from``: the published
   tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the ``function``, the addition and the ``shape``.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
+- ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
+  ``computed``: keys of a config made from a file, each an expression over the sizes of the file.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
-  attends to all positions. ``query_scale_by_width``: layers of the model that it scales by the width of a head.
+  attends to all positions; ``full``, the kinds of layers without a window. ``query_scale_by_width``: layers of the
+  model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
   no text begins with a space. ``end_of_turn``: a token.
 
@@ -113,6 +120,7 @@ class GgufKey(NamedTuple):
     config: tuple[str, ...] = ()  # keys of the config, ``a.b`` for b in the object a
     default: Any = None
     optional: bool = False
+    null: bool = False  # a config made from a file without the key has null there
     value: str | None = None  # an expression over the config in place of ``config``
     each_layer: str | None = None  # expression of the number of layers: the key is an array of the value for each
     when: str | None = None  # an expression; the key is not written if it is 0
@@ -176,8 +184,12 @@ class GgufForm:
         self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
         self.required: tuple[str, ...] = content["required"]
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
+        self.needs: Mapping[str, str] = content.get("needs", {})
+        self.computed: Mapping[str, str] = content.get("computed", {})
+        self.kept_layers: str | None = content.get("kept_layers")
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")
+        self.full_kinds: tuple[str, ...] = content["windows"].get("full", ("full_attention",))
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
         self.query_scale_by_width: int | None = content.get("query_scale_by_width")
@@ -211,7 +223,8 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        fields = {key: self._content[key] for key in ("defaults", "tensors")}
+        given = ("defaults", "tensors", "layers", "more_layers")
+        fields = {key: self._content[key] for key in given if key in self._content}
         return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
@@ -248,7 +261,7 @@ def without_numbers(name: str) -> tuple[str, list[str]]:
 
 def is_kept_f32(name: str) -> bool:
     """Return True if llama.cpp's converter writes a tensor of any number of axes as f32."""
-    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
+    kept = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "indexer.proj.weight")
     return name.endswith(kept) or not name.endswith(".weight")
 
 

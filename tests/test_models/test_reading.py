@@ -28,6 +28,7 @@ ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also"
 GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
+    *("classes", "renames", "left_out", "kept_layers", "layers", "more_layers", "needs", "computed"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -111,7 +112,8 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     keys = form.keys
     assert sum(key.endswith("_epsilon") for key in keys) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
-    assert form.chosen_by is None or form.chosen_by in keys
+    assert {*keys_of(form.chosen_by or "0")} <= {key.replace(".", "_") for key in keys}
+    assert all(keys_of(text) for text in (*form.needs.values(), *form.computed.values(), form.kept_layers or "layer"))
     assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]

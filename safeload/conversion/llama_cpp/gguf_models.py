@@ -269,6 +269,9 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
                     bare = bare.replace(PLACE, str(number), 1)
                 break
         reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
+        if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
+            layers = config.integer(form.kept_layers)
+            reason = f"llama.cpp has {layers} layers" if int(numbers[0]) >= layers else reason
         if reason is not None:
             left_out.setdefault(reason, []).append(stored)
             continue

@@ -23,6 +23,7 @@ from ...models.family import (
     BOOL,
     BOOLS,
     F32,
+    METADATA,
     NUMBERS,
     TEXT,
     U32,
@@ -32,7 +33,7 @@ from ...models.family import (
     gguf_architectures,
     gguf_forms,
 )
-from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
+from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in, names_in
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
@@ -154,7 +155,7 @@ class ModelConfig:
             if "take" in piece:
                 axis, first, last = piece["take"]
                 places = places.take(np.arange(self.integer(first), self.integer(last)), axis, mode="clip")
-            parts.append(places.transpose(piece.get("order")).reshape(-1))
+            parts.append(places.transpose(piece.get("order", [*range(places.ndim)])).reshape(-1))
         return np.concatenate(parts)
 
     def number(self, value: Any, name: str) -> float:
@@ -187,12 +188,15 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     if activation is not None and activation not in form.activations["values"]:
         raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
     for setting, allowed in form.assumes.items():
-        value = config.values.get(setting)
+        value = config.find((setting,))
         if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
             expected = " or ".join(show([] if item == () else item) for item in allowed)
             raise config.unsupported(
                 f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
             )
+    for text, condition in form.needs.items():
+        if not config.integer(condition):
+            raise config.unsupported(text)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar")
     if scale is not None and form.query_scale_by_width is not None and scale != (usual := _query_scale(config, form)):
@@ -280,7 +284,7 @@ def _check_windows(config: ModelConfig, form: GgufForm) -> None:
         return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
-    slides = usual if kinds is None else any(kind != "full_attention" for kind in kinds)
+    slides = usual if kinds is None else any(kind not in form.full_kinds for kind in kinds)
     if slides and form.ignores_windows:
         effect = f"texts longer than {show(window)} tokens give other results than transformers"
         warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
@@ -430,6 +434,14 @@ def count_at(catalog: Catalog, key: str) -> int | None:
     return None if value is None else int(value)
 
 
+def flag_at(catalog: Catalog, key: str) -> bool | None:
+    """Return True or False; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(f"key {key} must be a bool, got {show(value)}", catalog.title)
+    return value
+
+
 def text_at(catalog: Catalog, key: str) -> str | None:
     """Return a string; None without the key."""
     text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
@@ -452,18 +464,28 @@ def _shortest(value: float) -> float:
 def form_of(catalog: Catalog) -> GgufForm:
     """Return the family of a foreign file: chosen by a key of the file, or the usual family."""
     architecture = str(catalog.metadata[ARCHITECTURE])
-    forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
-    chosen = (form for form in forms if count_at(catalog, f"{architecture}.{form.chosen_by}"))
-    return next(chosen, gguf_architectures()[architecture])
+    for form in gguf_forms().values():
+        if form.architecture == architecture and form.chosen_by is not None:
+            names = {key.replace(".", "_"): f"{architecture}.{key}" for key in form.keys}
+            keys = {name: names[name] for name in names_in(form.chosen_by)}
+            sizes = {name: count_at(catalog, key) or 0 for name, key in keys.items()}
+            if Config(sizes, {}).evaluate(form.chosen_by):
+                return form
+    return gguf_architectures()[architecture]
 
 
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
+    read = {U32: count_at, BOOL: flag_at}
     for name, key in ((name, key) for name, key in form.keys.items() if key.config):
-        value = (count_at if key.types[0] == U32 else number_at)(catalog, f"{form.architecture}.{name}")
+        value = read.get(key.types[0], number_at)(catalog, f"{form.architecture}.{name}")
+        if key.config[0].startswith("rope."):  # see `_add_rope`
+            continue
         if value is not None and (value or name != "attention.sliding_window"):
-            config[key.config[0]] = value
+            config[key.config[0]] = next((text for text, written in key.values.items() if written == value), value)
+        elif key.null:
+            config[key.config[0]] = None
         elif not key.optional and key.default is None:
             raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
     name = "token_embd.weight"
@@ -479,6 +501,11 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         form.activations["config"][0]: form.activations["values"][0],
         **{key: form.assumes[key][0] for key in form.restores},
     }
+    sizes = Config(form.sizes(catalog.metadata, (), None), form.schema.defaults, METADATA)
+    try:
+        config |= {key: sizes.evaluate(text) for key, text in form.computed.items()}
+    except ConfigError as error:
+        raise FormatError(f"sizes of the model: {error}", catalog.title) from None
     for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
         # llama.cpp has -1 for no token.
@@ -514,6 +541,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
         rope[_ORIGINAL] = number("scaling.original_context_length", 0)
         rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
+    for key, field in form.keys.items():
+        names = [name.removeprefix("rope.") for name in field.config if name.startswith("rope.")]
+        value = number_at(catalog, f"{form.architecture}.{key}") if names else None
+        rope |= {name: _shortest(value / field.times) for name in names if value is not None}
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)

@@ -49,6 +49,7 @@ from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
 JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+TIKTOKEN = "tiktoken.model"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
@@ -204,7 +205,10 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
-        raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
+        missing = f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer"
+        if not is_missing((files.folder / TIKTOKEN).path, files.folder.files):
+            missing = f"{TIKTOKEN} is not supported, and {missing}: write {JSON} with transformers"
+        raise files.unsupported(missing)
     model = _object(files.json, "model")
     if model.get("type") != "BPE":
         raise files.unsupported(f"{JSON} has a model of type {show(model.get('type'))}, expected 'BPE'")

@@ -220,6 +220,16 @@ FAMILIES = {
             "biases": (["DeepseekV3ForCausalLM"], {**MLA, "attention_bias": True, "first_k_dense_replace": 3}),
         },
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            "": (
+                ["DeepseekV32ForCausalLM", "DeepseekV32Model"],
+                {**MLA, "index_n_heads": 3, "index_head_dim": 18},
+            ),
+            "biases": (["DeepseekV32ForCausalLM"], {**MLA, "attention_bias": True, "index_n_heads": 3}),
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

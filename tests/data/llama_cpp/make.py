@@ -132,6 +132,15 @@ _QWEN_MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
+_MLA = {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+_MLA_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
+}  # fmt: skip
 
 MODELS = {
     "llama3": (
@@ -209,7 +218,51 @@ MODELS = {
             },
         },
     ),
+    "deepseek_v2": (
+        transformers.DeepseekV2ForCausalLM,
+        transformers.DeepseekV2Config,
+        "qwen2",
+        {
+            **_MLA, "topk_method": "greedy", "routed_scaling_factor": 2.0,
+            "rope_parameters": {**_MLA_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3ForCausalLM,
+        transformers.DeepseekV3Config,
+        "llama3",
+        {
+            **_MLA, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+            "rope_parameters": _MLA_YARN,
+        },
+    ),
+    "deepseek_v32": (
+        transformers.DeepseekV32ForCausalLM,
+        transformers.DeepseekV32Config,
+        "llama3",
+        {
+            **_MLA, "num_hidden_layers": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "index_n_heads": 3, "index_head_dim": 64, "index_topk": 64, "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 1, "rope_parameters": _MLA_YARN,
+        },
+    ),
 }  # fmt: skip
+
+
+# Models with a layer for multi-token prediction, as published files have it; transformers leaves it out.
+PREDICTING = ("deepseek_v32",)
+
+
+def prediction_layer(shapes, config):
+    """The tensors of a further layer, with the last one's and those of DeepSeek-V3's technical report, section 2.2."""
+    last, layer = (f"model.layers.{config.num_hidden_layers - back}." for back in (1, 0))
+    more = {name.replace(last, layer): shape for name, shape in shapes.items() if name.startswith(last)}
+    size, vectors = config.hidden_size, ("enorm", "hnorm", "shared_head.norm")
+    more |= {f"{layer}{name}.weight": [size] for name in vectors}
+    matrices = {"embed_tokens": config.vocab_size, "shared_head.head": config.vocab_size}
+    more |= {f"{layer}{name}.weight": [rows, size] for name, rows in matrices.items()}
+    return {**more, f"{layer}eh_proj.weight": [size, 2 * size]}
 
 
 def config_of(name):
@@ -221,6 +274,8 @@ def config_of(name):
         model_class(config).to(torch.bfloat16).save_pretrained(folder)
         with safeload.open(f"{folder}/model.safetensors") as file:
             shapes = {name: list(tensor.shape) for name, tensor in file.tensors.items()}
+        if name in PREDICTING:
+            shapes |= prediction_layer(shapes, config)
         saved = json.loads((Path(folder) / "config.json").read_text())
     return saved, shapes
 
@@ -236,6 +291,7 @@ def reference(converter, folder, path):
         source.write_text(code.replace(marked, patch, 1), encoding="utf-8")
     command = [
         sys.executable,
+        "-O",  # without its assertions that DeepSeek-V3.2's tokenizer is the published one
         f"{converter}/convert_hf_to_gguf.py",
         str(folder),
         "--outfile",
