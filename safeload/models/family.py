@@ -44,12 +44,14 @@ The fields of ``gguf``:
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
-  ``computed``: keys of a config made from a file, each an expression over the sizes of the file.
+  ``computed``: keys of a config made from a file, each an expression over the sizes of the file. ``marks``: keys that
+  are true if the file has a tensor.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions; ``full``, the kinds of layers without a window. ``query_scale_by_width``: layers of the
   model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``add_space_prefix``: false if
-  no text begins with a space. ``end_of_turn``: a token.
+  no text begins with a space. ``end_of_turn``: a token. ``special_tokens``: tokens by what they are for, such as "bos",
+  if neither the tokenizer nor the config says so.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -186,6 +188,8 @@ class GgufForm:
         self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
         self.needs: Mapping[str, str] = content.get("needs", {})
         self.computed: Mapping[str, str] = content.get("computed", {})
+        self.marks: Mapping[str, str] = content.get("marks", {})
+        self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
         self.kept_layers: str | None = content.get("kept_layers")
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")

@@ -54,20 +54,25 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert tensors_in(tmp_path / "a.gguf") == tensors_in(tmp_path / "b.gguf")
 
 
-def test_layers_for_multi_token_prediction_are_whole_or_absent(tmp_path, caplog):
-    further = [name for name in MODELS["deepseek_v32"]["tensors"] if name.startswith("model.layers.2.")]
-    safeload.convert(write(tmp_path / "a" / "x", "deepseek_v32", tensors=dict.fromkeys(further)), tmp_path / "a.gguf")
+PREDICTING = {"deepseek_v32": "deepseek32", "glm4_moe": "glm4moe"}
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_layers_for_multi_token_prediction_are_whole_or_absent(name, tmp_path):
+    architecture = PREDICTING[name]
+    further = [tensor for tensor in MODELS[name]["tensors"] if tensor.startswith("model.layers.2.")]
+    safeload.convert(write(tmp_path / "a" / "x", name, tensors=dict.fromkeys(further)), tmp_path / "a.gguf")
     with safeload.open(tmp_path / "a.gguf") as file:
-        assert file.metadata["deepseek32.block_count"] == 3
-        assert not any(name.startswith("blk.2.") for name in file)
+        assert file.metadata[f"{architecture}.block_count"] == 3
+        assert not any(tensor.startswith("blk.2.") for tensor in file)
     assert safeload.check(tmp_path / "a.gguf").errors == []
     refused(
-        write(tmp_path / "b" / "x", "deepseek_v32", tensors={"model.layers.2.eh_proj.weight": None}),
+        write(tmp_path / "b" / "x", name, tensors={"model.layers.2.eh_proj.weight": None}),
         "tensors are missing: llama.cpp needs 'blk.2.nextn.eh_proj.weight'",
     )
     refused(
-        write(tmp_path / "c" / "x", "deepseek_v32", num_nextn_predict_layers="absent"),
-        "llama.cpp's deepseek32 has no tensor 'blk.2.",
+        write(tmp_path / "c" / "x", name, num_nextn_predict_layers=0),
+        f"llama.cpp's {architecture} has no tensor 'blk.2.",
     )
 
 
@@ -108,6 +113,11 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("deepseek_v32", {"index_n_heads": 4}, "blk.0.indexer.proj.weight. has the shape"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("deepseek_v32", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "sliding_window is 8"),
+        ("glm4_moe", {"topk_group": 2, "n_group": 2}, "topk_group less than n_group"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("glm4_moe", {"head_dim": 20}, "attn_q|attn_k"),
+        ("glm4_moe", {"rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor. in the config is None"),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.5, "mscale": 2}}, "rope parameter 'mscale'"),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "tensors are missing: llama.cpp needs 'blk.1.ffn_gate.weight'"),
     ],
 )
@@ -199,13 +209,26 @@ def test_foreign_files_are_refused_by_name(name, key, value, match, tmp_path):
         safeload.convert(tmp_path / "y.gguf", tmp_path / "back/")
 
 
-def test_a_foreign_file_names_the_class_of_its_router(tmp_path):
-    for name, expected in (("deepseek_v2", "DeepseekV2ForCausalLM"), ("deepseek_v3", "DeepseekV3ForCausalLM")):
-        safeload.convert(write(tmp_path / name, name), tmp_path / f"{name}.gguf")
-        with safeload.open(tmp_path / f"{name}.gguf") as file:
-            metadata = {text: item for text, item in file.metadata.items() if not text.startswith("safeload.")}
-            safeload.gguf.save_file(file.load(), tmp_path / "y.gguf", metadata)
-        safeload.convert(tmp_path / "y.gguf", tmp_path / f"{name}-back/")
-        config = json.loads((tmp_path / f"{name}-back" / "config.json").read_text())
-        assert config["architectures"] == [expected]
-        assert config["rope_parameters"]["mscale"] == MODELS[name]["config"]["rope_parameters"]["mscale"]
+def foreign(source, tmp_path):
+    """Return the config that a model gets from its file without keys of ours."""
+    safeload.convert(source, tmp_path / "own.gguf", overwrite=True)
+    with safeload.open(tmp_path / "own.gguf") as file:
+        metadata = {text: item for text, item in file.metadata.items() if not text.startswith("safeload.")}
+        safeload.gguf.save_file(file.load(), tmp_path / "foreign.gguf", metadata, overwrite=True)
+    safeload.convert(tmp_path / "foreign.gguf", tmp_path / "back/", overwrite=True)
+    return json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "expected"), [("deepseek_v2", "V2"), ("deepseek_v3", "V3")])
+def test_a_foreign_file_names_the_class_of_its_router(name, expected, tmp_path):
+    config = foreign(write(tmp_path / "x", name), tmp_path)
+    assert config["architectures"] == [f"Deepseek{expected}ForCausalLM"]
+    assert config["rope_parameters"]["mscale"] == MODELS[name]["config"]["rope_parameters"]["mscale"]
+
+
+def test_a_foreign_file_says_if_queries_have_norms(tmp_path):
+    norms = [name for name in MODELS["glm4_moe"]["tensors"] if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    for tensors, expected in (({}, True), (dict.fromkeys(norms), False)):
+        config = foreign(write(tmp_path / str(expected), "glm4_moe", tensors=tensors), tmp_path)
+        assert config["use_qk_norm"] is expected
+        assert config["rope_parameters"]["partial_rotary_factor"] == 0.5

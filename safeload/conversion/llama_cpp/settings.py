@@ -500,6 +500,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
         form.activations["config"][0]: form.activations["values"][0],
         **{key: form.assumes[key][0] for key in form.restores},
+        **{key: name in catalog for key, name in form.marks.items()},
     }
     sizes = Config(form.sizes(catalog.metadata, (), None), form.schema.defaults, METADATA)
     try:
@@ -560,6 +561,9 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         }
         rope |= stated_twice
         config |= stated_twice
+    if "partial_rotary_factor" in form.rope.parameters:
+        width = ModelConfig(config, catalog.title, form).head_dim
+        rope["partial_rotary_factor"] = number("dimension_count", width) / width
     config["rope_parameters"] = rope
     if form.rope.sliding:
         sliding = {"rope_type": "default", "rope_theta": number("freq_base_swa", USUAL_BASE)}

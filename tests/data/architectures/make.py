@@ -52,6 +52,9 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+MOE_LAYERS = {
+    key: MLA[key] for key in ("num_hidden_layers", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -228,6 +231,19 @@ FAMILIES = {
                 {**MLA, "index_n_heads": 3, "index_head_dim": 18},
             ),
             "biases": (["DeepseekV32ForCausalLM"], {**MLA, "attention_bias": True, "index_n_heads": 3}),
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "": (
+                ["Glm4MoeForCausalLM", "Glm4MoeModel"],
+                {**HEAD_DIM, **MOE_LAYERS, "first_k_dense_replace": 1},
+            ),
+            "norms": (
+                ["Glm4MoeForCausalLM"],
+                {**HEAD_DIM, **MOE_LAYERS, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True},
+            ),
         },
     ),
     "gpt_oss": (

@@ -38,7 +38,7 @@ def corpus():
     return TEXTS * 4 + [Path(__file__).read_text(encoding="utf-8")]
 
 
-def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400):
+def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400, more=()):
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -53,7 +53,7 @@ def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    special = [text for text in (bos, "<|endoftext|>", "<|im_start|>", "<|im_end|>") if text]
+    special = [text for text in (bos, "<|endoftext|>", "<|im_start|>", "<|im_end|>", *more) if text]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     byte_processor = processors.ByteLevel(trim_offsets=False)
@@ -119,10 +119,15 @@ def _qwen(folder):
     save_byte_level(folder, byte_level(QWEN_2, nfc=True))
 
 
+def _glm(folder):
+    save_byte_level(folder, byte_level(QWEN_2, more=("[gMASK]", "<|user|>", "<|observation|>")))
+
+
 # How a tokenizer is made, and the rows of the embedding; Qwen's has some without a token.
 TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
+    "glm": (_glm, 408),
     "pieces": (pieces, 453),
     "gemma": (functools.partial(pieces, gemma=True), 453),
 }
@@ -247,11 +252,21 @@ MODELS = {
             "num_nextn_predict_layers": 1, "rope_parameters": _MLA_YARN,
         },
     ),
+    "glm4_moe": (
+        transformers.Glm4MoeForCausalLM,
+        transformers.Glm4MoeConfig,
+        "glm",
+        {
+            "head_dim": 24, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.5,
+        },
+    ),
 }  # fmt: skip
 
 
 # Models with a layer for multi-token prediction, as published files have it; transformers leaves it out.
-PREDICTING = ("deepseek_v32",)
+PREDICTING = ("deepseek_v32", "glm4_moe")
 
 
 def prediction_layer(shapes, config):
