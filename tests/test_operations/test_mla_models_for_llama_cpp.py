@@ -54,7 +54,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert tensors_in(tmp_path / "a.gguf") == tensors_in(tmp_path / "b.gguf")
 
 
-PREDICTING = {"deepseek_v32": "deepseek32", "glm4_moe": "glm4moe"}
+PREDICTING = {"deepseek_v32": "deepseek32", "glm4_moe": "glm4moe", "glm4_moe_lite": "deepseek2"}
 
 
 @pytest.mark.parametrize("name", PREDICTING)
@@ -118,6 +118,8 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("glm4_moe", {"head_dim": 20}, "attn_q|attn_k"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor. in the config is None"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.5, "mscale": 2}}, "rope parameter 'mscale'"),
+        ("glm4_moe_lite", {"q_lora_rank": None}, "q_lora_rank: llama.cpp needs it"),
+        ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "tensors are missing: llama.cpp needs 'blk.1.ffn_gate.weight'"),
     ],
 )

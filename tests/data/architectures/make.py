@@ -246,6 +246,13 @@ FAMILIES = {
             ),
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            "": (["Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"], MLA),
+            "biases": (["Glm4MoeLiteForCausalLM"], {**MLA, "q_lora_rank": None, "attention_bias": True}),
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {

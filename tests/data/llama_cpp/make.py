@@ -262,11 +262,20 @@ MODELS = {
             "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.5,
         },
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteForCausalLM,
+        transformers.Glm4MoeLiteConfig,
+        "glm",
+        {
+            **_MLA, "num_hidden_layers": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+            "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "scoring_func": "sigmoid",
+        },
+    ),
 }  # fmt: skip
 
 
 # Models with a layer for multi-token prediction, as published files have it; transformers leaves it out.
-PREDICTING = ("deepseek_v32", "glm4_moe")
+PREDICTING = ("deepseek_v32", "glm4_moe", "glm4_moe_lite")
 
 
 def prediction_layer(shapes, config):
