@@ -45,7 +45,8 @@ The fields of ``gguf``:
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not.
   ``computed``: keys of a config made from a file, each an expression over the sizes of the file. ``marks``: keys that
-  are true if the file has a tensor.
+  are true if the file has a tensor. ``complete``: true if tensors without which llama.cpp computes something else must
+  be in a model that has them according to its config.
 - ``windows``: ``full_every``, the distance of layers without a sliding window; or ``ignored``, true if llama.cpp
   attends to all positions; ``full``, the kinds of layers without a window. ``query_scale_by_width``: layers of the
   model that it scales by the width of a head.
@@ -190,6 +191,7 @@ class GgufForm:
         self.computed: Mapping[str, str] = content.get("computed", {})
         self.marks: Mapping[str, str] = content.get("marks", {})
         self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
+        self.complete: bool = content.get("complete", False)
         self.kept_layers: str | None = content.get("kept_layers")
         self.rope = GgufRope(**content["rope"])
         self.full_every: int | None = content["windows"].get("full_every")

@@ -29,14 +29,14 @@ GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "kept_layers", "layers", "more_layers", "needs", "computed"),
-    *("marks", "special_tokens"),
+    *("marks", "special_tokens", "complete"),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times"}
+FUNCTIONS = {"len", "item", "contains", "starts", "kind", "times"}
 
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
@@ -65,10 +65,11 @@ def keys_below(node):
         operands = [node.operand]
     elif isinstance(node, ast.Call):
         assert node.func.id in FUNCTIONS
-        key, argument = node.args
+        key, argument, *kinds = node.args
         assert isinstance(key, (ast.Name, ast.Attribute))
         word = node.func.id == "starts"
         assert isinstance(argument, ast.Name) or not word
+        assert [type(text) for text in kinds] == ([ast.Name] if node.func.id == "kind" else [])
         operands = [key] if word else [key, argument]
     else:
         assert type(node.value) is int, ast.unparse(node)

@@ -54,25 +54,31 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert tensors_in(tmp_path / "a.gguf") == tensors_in(tmp_path / "b.gguf")
 
 
-PREDICTING = {"deepseek_v32": "deepseek32", "glm4_moe": "glm4moe", "glm4_moe_lite": "deepseek2"}
+PREDICTING = {
+    "deepseek_v32": "deepseek32",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
+}
 
 
 @pytest.mark.parametrize("name", PREDICTING)
 def test_layers_for_multi_token_prediction_are_whole_or_absent(name, tmp_path):
     architecture = PREDICTING[name]
-    further = [tensor for tensor in MODELS[name]["tensors"] if tensor.startswith("model.layers.2.")]
+    layers = MODELS[name]["config"]["num_hidden_layers"]
+    further = [tensor for tensor in MODELS[name]["tensors"] if tensor.startswith(f"model.layers.{layers}.")]
     safeload.convert(write(tmp_path / "a" / "x", name, tensors=dict.fromkeys(further)), tmp_path / "a.gguf")
     with safeload.open(tmp_path / "a.gguf") as file:
-        assert file.metadata[f"{architecture}.block_count"] == 3
-        assert not any(tensor.startswith("blk.2.") for tensor in file)
+        assert file.metadata[f"{architecture}.block_count"] == layers + 1
+        assert not any(tensor.startswith(f"blk.{layers}.") for tensor in file)
     assert safeload.check(tmp_path / "a.gguf").errors == []
     refused(
-        write(tmp_path / "b" / "x", name, tensors={"model.layers.2.eh_proj.weight": None}),
-        "tensors are missing: llama.cpp needs 'blk.2.nextn.eh_proj.weight'",
+        write(tmp_path / "b" / "x", name, tensors={f"model.layers.{layers}.eh_proj.weight": None}),
+        f"tensors are missing: llama.cpp needs 'blk.{layers}.nextn.eh_proj.weight'",
     )
     refused(
         write(tmp_path / "c" / "x", name, num_nextn_predict_layers=0),
-        f"llama.cpp's {architecture} has no tensor 'blk.2.",
+        f"llama.cpp's {architecture} has no tensor 'blk.{layers}.",
     )
 
 
@@ -118,6 +124,10 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("glm4_moe", {"head_dim": 20}, "attn_q|attn_k"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor. in the config is None"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.5, "mscale": 2}}, "rope parameter 'mscale'"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "'indexer_types' in the config is"),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 3}, "'model.layers.1.self_attn.indexer.wq_b.weight' is missing"),
+        ("glm_moe_dsa", {"indexer_types": "absent", "index_topk_freq": 4}, "indexer_types is missing"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False"),
         ("glm4_moe_lite", {"q_lora_rank": None}, "q_lora_rank: llama.cpp needs it"),
         ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "tensors are missing: llama.cpp needs 'blk.1.ffn_gate.weight'"),
@@ -164,6 +174,29 @@ def test_what_transformers_assumes_is_written(tmp_path):
     safeload.convert(write(tmp_path / "x", "deepseek_v3", scoring_func="absent"), tmp_path / "x.gguf")
     with safeload.open(tmp_path / "x.gguf") as file:
         assert file.metadata["deepseek2.expert_gating_func"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("deepseek_v3", "mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", "self_attn.q_norm.weight"),
+        ("glm4_moe", "self_attn.k_proj.bias"),
+        ("glm_moe_dsa", "self_attn.indexer.k_norm.bias"),
+    ],
+)
+def test_what_only_llama_cpp_can_do_without_is_not_missing(name, tensor, tmp_path):
+    layer = 2 if name == "glm_moe_dsa" else 1
+    tensors = {f"model.layers.{layer}.{tensor}": None}
+    refused(write(tmp_path / "x", name, tensors=tensors), f"'model.layers.{layer}.{tensor}' is missing")
+
+
+def test_layers_share_an_index(tmp_path):
+    safeload.convert(write(tmp_path / "a" / "x", "glm_moe_dsa"), tmp_path / "a.gguf")
+    with safeload.open(tmp_path / "a.gguf") as file:
+        assert file.metadata["glm-dsa.attention.indexer.types"].tolist() == [True, False, True]
+        assert not any(name.startswith("blk.1.indexer") for name in file)
+    assert foreign(write(tmp_path / "b" / "x", "glm_moe_dsa"), tmp_path)["indexer_types"] == ["full", "shared", "full"]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +264,7 @@ def test_a_foreign_file_names_the_class_of_its_router(name, expected, tmp_path):
 def test_a_foreign_file_says_if_queries_have_norms(tmp_path):
     norms = [name for name in MODELS["glm4_moe"]["tensors"] if name.endswith(("q_norm.weight", "k_norm.weight"))]
     for tensors, expected in (({}, True), (dict.fromkeys(norms), False)):
-        config = foreign(write(tmp_path / str(expected), "glm4_moe", tensors=tensors), tmp_path)
+        source = write(tmp_path / str(expected), "glm4_moe", tensors=tensors, use_qk_norm=expected)
+        config = foreign(source, tmp_path)
         assert config["use_qk_norm"] is expected
         assert config["rope_parameters"]["partial_rotary_factor"] == 0.5

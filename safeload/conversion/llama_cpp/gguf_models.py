@@ -240,6 +240,11 @@ def llama_cpp_recipes(
         if not placed:
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+    if form.complete:
+        optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
+        for name in config.expected(form.published, stored_by_name):
+            if name != _HEAD and name not in stored_by_name and without_numbers(name)[0] in optional:
+                raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
     if tied is not True and _HEAD not in stored_by_name and not form.tied and not config.headless:
         text = "is missing, and tie_word_embeddings is not true"
         raise error_about(FormatError, text, path=catalog.title, tensor=_HEAD)

@@ -7,7 +7,7 @@ is either written, or must have the value that llama.cpp assumes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -134,6 +134,13 @@ class ModelConfig:
         if match is None or match.entry.shape is None:
             raise self.fault(f"nothing is known of the shape of {show(name)}")
         return tuple(self.integer(text.removesuffix(ANY), match.layer) for text in match.entry.shape)
+
+    def expected(self, published: Schema, names: Collection[str]) -> list[str]:
+        """Return the published tensors that a model must have."""
+        try:
+            return [name for name, tensor in published.expand(self.values, names).items() if tensor.required]
+        except ConfigError as error:
+            raise self.fault(str(error)) from None
 
     def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
         """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
@@ -442,6 +449,14 @@ def flag_at(catalog: Catalog, key: str) -> bool | None:
     return value
 
 
+def flags_at(catalog: Catalog, key: str) -> list[bool] | None:
+    """Return an array of bools as a list; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not (isinstance(value, np.ndarray) and value.dtype == bool and value.size <= MAX_LAYERS):
+        raise FormatError(f"key {key} must be an array of bools, got {show(value)}", catalog.title)
+    return None if value is None else [bool(item) for item in value]
+
+
 def text_at(catalog: Catalog, key: str) -> str | None:
     """Return a string; None without the key."""
     text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
@@ -477,13 +492,15 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    read = {U32: count_at, BOOL: flag_at}
+    read: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, BOOL: flag_at, BOOLS: flags_at}
     for name, key in ((name, key) for name, key in form.keys.items() if key.config):
         value = read.get(key.types[0], number_at)(catalog, f"{form.architecture}.{name}")
         if key.config[0].startswith("rope."):  # see `_add_rope`
             continue
         if value is not None and (value or name != "attention.sliding_window"):
-            config[key.config[0]] = next((text for text, written in key.values.items() if written == value), value)
+            texts = {written: text for text, written in key.values.items()}
+            named = [texts.get(item, item) for item in value] if isinstance(value, list) else texts.get(value, value)
+            config[key.config[0]] = named
         elif key.null:
             config[key.config[0]] = None
         elif not key.optional and key.default is None:

@@ -246,6 +246,16 @@ FAMILIES = {
             ),
         },
     ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {
+            "": (["GlmMoeDsaForCausalLM", "GlmMoeDsaModel"], {**MLA, "index_n_heads": 3, "index_head_dim": 18}),
+            "shared": (
+                ["GlmMoeDsaForCausalLM"],
+                {**MLA, "index_head_dim": 18, "indexer_types": ["full", "shared", "full"], "attention_bias": True},
+            ),
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
         {

@@ -262,6 +262,16 @@ MODELS = {
             "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.5,
         },
     ),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaForCausalLM,
+        transformers.GlmMoeDsaConfig,
+        "glm",
+        {
+            **_MLA, "num_hidden_layers": 3, "n_routed_experts": 3, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "index_n_heads": 3, "index_head_dim": 64, "index_topk": 64, "scoring_func": "sigmoid",
+            "indexer_types": ["full", "shared", "full"], "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
+        },
+    ),
     "glm4_moe_lite": (
         transformers.Glm4MoeLiteForCausalLM,
         transformers.Glm4MoeLiteConfig,
@@ -275,7 +285,7 @@ MODELS = {
 
 
 # Models with a layer for multi-token prediction, as published files have it; transformers leaves it out.
-PREDICTING = ("deepseek_v32", "glm4_moe", "glm4_moe_lite")
+PREDICTING = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 
 
 def prediction_layer(shapes, config):
