@@ -1,4 +1,4 @@
-"""DeepSeek and the models like it for llama.cpp: further layers, wrappers, and settings that are refused."""
+"""DeepSeek, GLM and MiniMax for llama.cpp: further layers, wrappers, and settings that are refused."""
 
 import json
 
@@ -124,6 +124,12 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("glm4_moe", {"head_dim": 20}, "attn_q|attn_k"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor. in the config is None"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.5, "mscale": 2}}, "rope parameter 'mscale'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list has layers without full attention"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm is False"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+        ("minimax_m2", {"head_dim": 20}, "attn_"),
+        ("minimax_m2", {"rotary_dim": -2}, "rotary_dim must be an integer from 0"),
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "'indexer_types' in the config is"),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 3}, "'model.layers.1.self_attn.indexer.wq_b.weight' is missing"),
         ("glm_moe_dsa", {"indexer_types": "absent", "index_topk_freq": 4}, "indexer_types is missing"),
@@ -268,3 +274,14 @@ def test_a_foreign_file_says_if_queries_have_norms(tmp_path):
         config = foreign(source, tmp_path)
         assert config["use_qk_norm"] is expected
         assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
+
+
+def test_minimax_can_state_the_share_of_rotations(tmp_path):
+    safeload.convert(write(tmp_path / "x", "minimax_m2", rotary_dim="absent"), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["minimax-m2.rope.dimension_count"] == 12
+
+
+def test_minimax_has_a_bias_of_the_router_and_a_head(tmp_path):
+    for name in ("lm_head.weight", "model.layers.1.block_sparse_moe.e_score_correction_bias"):
+        refused(write(tmp_path / name, "minimax_m2", tensors={name: None}), "is missing|tensors are missing")

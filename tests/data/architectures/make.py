@@ -246,6 +246,16 @@ FAMILIES = {
             ),
         },
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "": (["MiniMaxM2ForCausalLM", "MiniMaxM2Model"], {**HEAD_DIM, "num_local_experts": 3}),
+            "tied": (
+                ["MiniMaxM2ForCausalLM"],
+                {**HEAD_DIM, "num_local_experts": 3, "tie_word_embeddings": True},
+            ),
+        },
+    ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         {

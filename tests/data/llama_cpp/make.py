@@ -262,6 +262,15 @@ MODELS = {
             "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.5,
         },
     ),
+    "minimax_m2": (
+        transformers.MiniMaxM2ForCausalLM,
+        transformers.MiniMaxM2Config,
+        "qwen2",
+        {
+            **_MIXTRAL, "head_dim": 24, "rotary_dim": 12, "scoring_func": "sigmoid", "use_qk_norm": True,
+            "attn_type_list": [1, 1],
+        },
+    ),
     "glm_moe_dsa": (
         transformers.GlmMoeDsaForCausalLM,
         transformers.GlmMoeDsaConfig,
