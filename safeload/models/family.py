@@ -229,8 +229,8 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        given = ("defaults", "tensors", "layers", "more_layers")
-        fields = {key: self._content[key] for key in given if key in self._content}
+        names = ("defaults", "tensors", "layers", "more_layers")
+        fields = {key: self._content[key] for key in names if key in self._content}
         return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property

@@ -71,6 +71,10 @@ def gguf_model(name):
     form = families.gguf_architectures()[name]
     sizes |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
     sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32}
+    sizes |= {"expert_shared_count": 1, "expert_gating_func": 2, "rope.dimension_count": 8}
+    sizes |= {"attention.q_lora_rank": 24, "attention.kv_lora_rank": 16}
+    sizes |= {"attention.key_length_mla": 20, "attention.value_length_mla": 12}
+    sizes |= {"attention.indexer.head_count": 2, "attention.indexer.key_length": 64, "attention.indexer.top_k": 32}
     metadata = {f"{name}.{key}": np.uint32(value) for key, value in sizes.items()}
     tokens = [chr(33 + k) for k in range(40)]
     metadata |= {
