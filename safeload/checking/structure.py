@@ -510,8 +510,6 @@ def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
 def _has_type(value: Any, kind: str) -> bool:
     if kind == rows.TEXTS:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
-    if kind == rows.NUMBERS:
-        return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
-    if kind == rows.BOOLS:
-        return isinstance(value, np.ndarray) and value.dtype.kind == "b"
+    if kind in (rows.NUMBERS, rows.BOOLS):
+        return isinstance(value, np.ndarray) and value.dtype.kind in ("b" if kind == rows.BOOLS else "iuf")
     return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

@@ -27,28 +27,29 @@ The fields of ``gguf``:
   ``text_type``: that of the language model, if it has another class of its own.
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
-  llama.cpp, with the reason.
+  llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; layers after them, such
+  as those for multi-token prediction, are left out.
 - ``counted``: numbers in expressions over the config: one more than the highest layer number in the published names
   that begin so.
-- ``architecture``: in metadata. ``chosen_by``: the family has files of the architecture with a number at this key.
-  ``when``, in a variant: an expression over the config, not 0 for the models of the variant. ``says_all``: false if
-  no config can be made from the keys of a file.
+- ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
+  the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
+  ``says_all``: false if no config can be made from the keys of a file.
 - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
-  ``default``; and ``optional``. Or ``value``, an integer expression over the config and the ``defaults`` of the family,
-  while ``config`` is for the way back; with ``each_layer``, the number of layers, it is an array, unless
-  that is 0. ``when``: an
-  expression, 0 for a key that is not written. ``values``: what is written for each text. ``times``: a factor.
-  ``size``: of a list that is filled up with zeros.
-- ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
+  ``default``; and ``optional``, with ``null`` if a config made from a file without the key must have null there. Or
+  ``value``, an integer expression over the config and the ``defaults`` of the family, while ``config`` is for the way
+  back; with ``each_layer``, the number of layers, it is an array, unless that is 0. ``when``: an expression, 0 for a
+  key that is not written. ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is
+  filled up with zeros.
   Below ``rope.`` both find the parameters of rotations, wherever a config has them.
+- ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
 - ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
   have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. If ``defaults`` have
-  such a name with ``_list`` at its end, the key can be an array for each layer, which has that name. ``from``: the
-  published tensor, or an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of
-  sizes.
+  such a name with ``_list`` at its end, the key can be an array for each layer, which has that name. ``layers`` and
+  ``more_layers``: expressions over these sizes; ``block_count`` and none by default. ``from``: the published tensor, or
+  an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
   Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``.
@@ -73,6 +74,8 @@ The fields of ``gguf``:
   types that the tokenizer does not name. ``tokenizer``: "gemma4" for its kind.
   ``suppress_tokens``: true to write those that ``generation_config.json`` has.
 - ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
+- ``complete``: true if tensors without which llama.cpp computes something else must be in a model that has them
+  according to its config.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -149,6 +152,7 @@ class GgufKey(NamedTuple):
     config: tuple[str, ...] = ()  # keys of the config, ``a.b`` for b in the object a
     default: Any = None
     optional: bool = False
+    null: bool = False  # a config made from a file without the key has null there
     value: str | None = None  # an expression over the config in place of ``config``
     each_layer: str | None = None  # expression of the number of layers: an array of the value for each, unless it is 0
     when: str | None = None  # an expression; the key is not written if it is 0
@@ -228,6 +232,8 @@ class GgufForm:
         self.full_every: int | None = content["windows"].get("full_every")
         self.windowed: str = content["windows"].get("kind", "sliding_attention")
         self.windows: str | None = content["windows"].get("written")
+        self.complete: bool = content.get("complete", False)
+        self.kept_layers: str | None = content.get("kept_layers")
         self.ignores_windows: bool = content["windows"].get("ignored", False)
         self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
         self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
@@ -283,7 +289,8 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        fields = {key: self._content[key] for key in ("defaults", "tensors")}
+        names = ("defaults", "tensors", "layers", "more_layers")
+        fields = {key: self._content[key] for key in names if key in self._content}
         return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
@@ -341,6 +348,7 @@ def is_kept_f32(name: str) -> bool:
         "conv1d.weight",
         "shortconv.conv.weight",
         "position_embd.weight",
+        "indexer.proj.weight",
     )
     return name.endswith(kept) or not name.endswith(".weight")
 
@@ -379,7 +387,9 @@ class FamilyFile:
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
         self.in_gguf = "gguf" in own
         # Otherwise llama.cpp runs it as the family that it is like.
-        self.names_architecture = self.in_gguf and "architecture" in own["gguf"] and "chosen_by" not in own["gguf"]
+        self.names_architecture = (
+            self.in_gguf and "architecture" in own["gguf"] and own["gguf"].get("chosen_by") is None
+        )
 
     @cached_property
     def schema(self) -> Schema:

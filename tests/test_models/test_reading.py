@@ -30,7 +30,16 @@ GGUF_FIELDS = {
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "counted", "needs", "computed", "nested", "text_type"),
     *("when", "says_all", "shown_by", "tokens", "special_tokens", "per_layer", "tokenizer"),
-    *("suppress_tokens", "pooling", "end_of_text", "end_of_turn_listed"),
+    *(
+        "suppress_tokens",
+        "kept_layers",
+        "layers",
+        "more_layers",
+        "complete",
+        "pooling",
+        "end_of_text",
+        "end_of_turn_listed",
+    ),
 }
 ROLES = {"embedding", "norm", "bias", "head", "buffer", "weight"}
 PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
@@ -124,7 +133,8 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
         assert text is None or text.isdigit() or keys_of(text)
     assert sum(name.endswith("_epsilon") and not key.optional for name, key in keys.items()) == 1
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
-    assert form.chosen_by is None or form.chosen_by in keys
+    assert {*keys_of(form.chosen_by or "0")} <= {key.replace(".", "_") for key in keys}
+    assert all(keys_of(text) for text in (*form.needs.values(), form.kept_layers or "layer"))
     assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]

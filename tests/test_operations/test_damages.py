@@ -64,6 +64,10 @@ def gguf_file(folder):
     save_gguf(folder, *gguf_model("llama"))
 
 
+# Architectures whose files must say the size of a head.
+WITH_LENGTHS = ("falcon-h1", "nemotron_h", "nemotron_h_moe", "gemma4", "qwen35", "qwen35moe", "qwen3next")
+
+
 def gguf_model(name):
     """A model with all required tensors of an architecture, and its metadata."""
     sizes = {"context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 128}
@@ -71,7 +75,19 @@ def gguf_model(name):
     form = families.gguf_architectures()[name]
     sizes |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
     sizes |= {"expert_shared_feed_forward_length": 48, "attention.sliding_window": 32, "interleave_moe_layer_step": 1}
+    sizes |= {"expert_shared_count": 1, "expert_gating_func": 2, "rope.dimension_count": 8}
+    sizes |= {"attention.q_lora_rank": 24, "attention.kv_lora_rank": 16}
+    sizes |= {"attention.key_length_mla": 20, "attention.value_length_mla": 12}
+    sizes |= {"attention.indexer.head_count": 2, "attention.indexer.key_length": 64, "attention.indexer.top_k": 32}
+    sizes |= {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4}
+    sizes |= {"ssm.group_count": 2, "shortconv.l_cache": 3}
+    sizes |= dict.fromkeys(("attention.key_length", "attention.value_length"), 16) if name in WITH_LENGTHS else {}
+    sizes |= {"attention.key_length_swa": 16, "attention.value_length_swa": 16}
+    sizes = {key: size for key, size in sizes.items() if name != "nemotron_h" or not key.startswith("expert_")}
     metadata = {f"{name}.{key}": np.uint32(value) for key, value in sizes.items()}
+    more = {"u32": np.uint32(0), "f32": np.float32(1), "bool": True, "array of bools": np.array([True, False])}
+    required = {key: form.keys[key].types[0] for key in form.required if key not in sizes}
+    metadata |= {f"{name}.{key}": more[kind] for key, kind in required.items() if kind in more}
     tokens = [chr(33 + k) for k in range(40)]
     metadata |= {
         "general.architecture": name,

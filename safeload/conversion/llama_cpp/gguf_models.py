@@ -300,6 +300,11 @@ def llama_cpp_recipes(
         if not placed and form.published.role(name) != "buffer":
             unknown.append(stored)
     _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+    if form.complete:
+        optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
+        for name in config.expected(form.published, stored_by_name):
+            if name != form.head and name not in stored_by_name and without_numbers(name)[0] in optional:
+                raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
     # A model without a head has names without a prefix, even if its config has the class of a model with a head.
     headless = config.headless or (form.prefix != "" and form.embedding in catalog)
     if tied is not True and form.head not in stored_by_name and not form.tied and not headless:
@@ -351,6 +356,9 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
                 bare = place.replace(PLACE, str(number)) + bare[match.end() :]
                 break
         reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
+        if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
+            layers = config.integer(form.kept_layers)
+            reason = f"llama.cpp has {layers} layers" if int(numbers[0]) >= layers else reason
         if reason is not None:
             left_out.setdefault(reason, []).append(stored)
             continue

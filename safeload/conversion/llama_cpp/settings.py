@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, product
 from typing import Any
@@ -36,15 +36,7 @@ from ...models.family import (
     gguf_architectures,
     gguf_forms,
 )
-from ...models.schema import (
-    ANY,
-    MAX_LAYERS,
-    Config,
-    ConfigError,
-    Schema,
-    language_of,
-    listed_in,
-)
+from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in, names_in
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
@@ -170,6 +162,13 @@ class ModelConfig:
         """Return False if the condition of a published tensor does not hold in this layer."""
         match = published.find(name.replace(PLACE, numbers[0] if numbers else "", 1).replace(PLACE, "0"))
         return match is None or match.entry.when is None or self.integer(match.entry.when, match.layer) != 0
+
+    def expected(self, published: Schema, names: Collection[str]) -> list[str]:
+        """Return the published tensors that a model must have."""
+        try:
+            return [name for name, tensor in published.expand(self.values, names).items() if tensor.required]
+        except ConfigError as error:
+            raise self.fault(str(error)) from None
 
     def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
         """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
@@ -540,21 +539,29 @@ def count_at(catalog: Catalog, key: str) -> int | None:
     return None if value is None else int(value)
 
 
+def flag_at(catalog: Catalog, key: str) -> bool | None:
+    """Return True or False; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(f"key {key} must be a bool, got {show(value)}", catalog.title)
+    return value
+
+
+def flags_at(catalog: Catalog, key: str) -> list[bool] | None:
+    """Return an array of bools as a list; None without the key."""
+    value = catalog.metadata.get(key)
+    if value is not None and not (isinstance(value, np.ndarray) and value.dtype == bool and value.size <= MAX_LAYERS):
+        raise FormatError(f"key {key} must be an array of bools, got {show(value)}", catalog.title)
+    return None if value is None else [bool(item) for item in value]
+
+
 def text_at(catalog: Catalog, key: str) -> str | None:
     """Return a string; None without the key."""
     text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
     return text
 
 
-def flag_at(catalog: Catalog, key: str) -> bool | None:
-    """Return true or false; None without the key."""
-    value = catalog.metadata.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise FormatError(f"key {key} must be true or false, got {show(value)}", catalog.title)
-    return value
-
-
-_READERS: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, F32: number_at, BOOL: flag_at}
+_READERS: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, F32: number_at, BOOL: flag_at, BOOLS: flags_at}
 
 
 def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
@@ -570,12 +577,23 @@ def _shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
+def _whole_at(catalog: Catalog, key: str) -> int:
+    """Return an integer, 1 for another number, or 0 without the key."""
+    value = number_at(catalog, key) or 0
+    return int(value) if value == int(value) else 1
+
+
 def form_of(catalog: Catalog) -> GgufForm:
     """Return the family of a foreign file: chosen by a key of the file, or the usual family."""
     architecture = str(catalog.metadata[ARCHITECTURE])
-    forms = (form for form in gguf_forms().values() if form.architecture == architecture and form.chosen_by)
-    chosen = (form for form in forms if number_at(catalog, f"{architecture}.{form.chosen_by}"))
-    return next(chosen, gguf_architectures()[architecture])
+    for form in gguf_forms().values():
+        if form.architecture == architecture and form.chosen_by is not None:
+            names = {key.replace(".", "_"): f"{architecture}.{key}" for key in form.keys}
+            keys = {name: names[name] for name in names_in(form.chosen_by)}
+            sizes = {name: _whole_at(catalog, key) for name, key in keys.items()}
+            if Config(sizes, {}).evaluate(form.chosen_by):
+                return form
+    return gguf_architectures()[architecture]
 
 
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
@@ -585,9 +603,15 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         text = f"safeload has not written this file, and {form.architecture} does not say all settings of its layers"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors")
     for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in _READERS):
+        if key.config[0].startswith("rope."):  # see `_add_rope`
+            continue
         value = _READERS[key.types[0]](catalog, f"{form.architecture}.{name}")
         if value is not None and (value or name != "attention.sliding_window"):
-            config[key.config[0]] = value
+            texts = {written: text for text, written in key.values.items()}
+            named = [texts.get(item, item) for item in value] if isinstance(value, list) else texts.get(value, value)
+            config[key.config[0]] = named
+        elif key.null:
+            config[key.config[0]] = None
         elif not key.optional and key.default is None:
             raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
     name = "token_embd.weight"
@@ -666,6 +690,13 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         size = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
         alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
         rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
+    for key, field in form.keys.items():
+        names = [name.removeprefix("rope.") for name in field.config if name.startswith("rope.")]
+        names = names if field.types[0] in (U32, F32) else []
+        value = number_at(catalog, f"{form.architecture}.{key}") if names else None
+        rope |= {name: _shortest(value / field.times) for name in names if value is not None}
+    for key in [key for key in config if key.startswith("rope.")]:  # that llama.cpp assumes
+        rope[key.removeprefix("rope.")] = config.pop(key)
     if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
@@ -683,14 +714,13 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
             stated_twice[_ORIGINAL] = number("scaling.original_context_length", config["max_position_embeddings"])
         rope |= stated_twice
         config |= stated_twice
-    if "rope.partial_rotary_factor" in (form.keys.get("rope.dimension_count", GgufKey(())).value or ""):
+    count = form.keys.get("rope.dimension_count", GgufKey(())).value or ""
+    if "partial_rotary_factor" in form.rope.parameters or "rope.partial_rotary_factor" in count:
         width = max(1, config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"]))
         rope["partial_rotary_factor"] = number("dimension_count", width) / width
     sections = catalog.metadata.get(f"{prefix}dimension_sections")
     if "mrope_section" in form.rope.parameters and isinstance(sections, np.ndarray) and sections.dtype.kind in "iu":
         rope["mrope_section"] = sections[:3].tolist()
-    for key in [key for key in config if key.startswith("rope.")]:
-        rope[key.removeprefix("rope.")] = config.pop(key)
     config["rope_parameters"] = rope
     if form.rope.sliding:
         usual = rope["rope_theta"] if form.rope.single_base else USUAL_BASE

@@ -54,6 +54,7 @@ from ..catalog import Catalog
 from .settings import ModelConfig, text_at
 
 JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"
+TIKTOKEN = "tiktoken.model"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
@@ -252,7 +253,10 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
     if files.model is not None:
         return _from_pieces(files, files.model, rows)
     if files.json is None:
-        raise files.unsupported(f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer")
+        missing = f"neither {MODEL} nor {JSON} exists, but llama.cpp needs a tokenizer"
+        if not is_missing((files.folder / TIKTOKEN).path, files.folder.files):
+            missing = f"{TIKTOKEN} is not supported, and {missing}: write {JSON} with transformers"
+        raise files.unsupported(missing)
     model, decodes = _bpe(files, files.json), _object(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
         return _from_merges(files, files.json, rows)

@@ -99,6 +99,9 @@ FALCON_H1 = {
 }
 MAMBA = {"vocab_size": 96, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 7, "conv_kernel": 3}
 MAMBA2 = {**MAMBA, "num_heads": 6, "head_dim": 8, "n_groups": 2}
+MOE_LAYERS = {
+    key: MLA[key] for key in ("num_hidden_layers", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
+}
 BERT = {**SIZES, "max_position_embeddings": 34, "type_vocab_size": 3}
 GPT2 = {"vocab_size": 96, "n_positions": 34, "n_embd": 24, "n_layer": 2, "n_head": 4}
 GPT2_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -376,6 +379,56 @@ FAMILIES = {
                 },
             ),
             "biases": (["DeepseekV3ForCausalLM"], {**MLA, "attention_bias": True, "first_k_dense_replace": 3}),
+        },
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            "": (
+                ["DeepseekV32ForCausalLM", "DeepseekV32Model"],
+                {**MLA, "index_n_heads": 3, "index_head_dim": 18},
+            ),
+            "biases": (["DeepseekV32ForCausalLM"], {**MLA, "attention_bias": True, "index_n_heads": 3}),
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "": (
+                ["Glm4MoeForCausalLM", "Glm4MoeModel"],
+                {**HEAD_DIM, **MOE_LAYERS, "first_k_dense_replace": 1},
+            ),
+            "norms": (
+                ["Glm4MoeForCausalLM"],
+                {**HEAD_DIM, **MOE_LAYERS, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            "": (["MiniMaxM2ForCausalLM", "MiniMaxM2Model"], {**HEAD_DIM, "num_local_experts": 3}),
+            "tied": (
+                ["MiniMaxM2ForCausalLM"],
+                {**HEAD_DIM, "num_local_experts": 3, "tie_word_embeddings": True},
+            ),
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {
+            "": (["GlmMoeDsaForCausalLM", "GlmMoeDsaModel"], {**MLA, "index_n_heads": 3, "index_head_dim": 18}),
+            "shared": (
+                ["GlmMoeDsaForCausalLM"],
+                {**MLA, "index_head_dim": 18, "indexer_types": ["full", "shared", "full"], "attention_bias": True},
+            ),
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            "": (["Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"], MLA),
+            "biases": (["Glm4MoeLiteForCausalLM"], {**MLA, "q_lora_rank": None, "attention_bias": True}),
         },
     ),
     "gpt_oss": (

@@ -132,8 +132,10 @@ def compare(name, entry, folder):
             for text in llama_models.texts():
                 if with_special or not any(part in text for part in ("<|im_start|>", "<s>", "<|im_end|>")):
                     assert model.tokens(text) == encode(text), (name, text)
-        # in bf16 another expert can be chosen, which changes single positions
-        limit, value = limit_of(name, config, dtype), difference.max() if dtype == "float32" else np.median(difference)
+        # Single positions change if another expert is chosen, as in bf16, or if an index chooses another token:
+        # llama.cpp keeps its keys in f16.
+        single = dtype == "float32" and "index_topk" not in config
+        limit, value = limit_of(name, config, dtype), difference.max() if single else np.median(difference)
         print(f"{name} {dtype}: {value:.1e}")
         assert value < limit, (name, dtype, value)
 

@@ -42,7 +42,7 @@ def corpus():
     return TEXTS * 4 + [Path(__file__).read_text(encoding="utf-8")]
 
 
-def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400):
+def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400, more=()):
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -57,7 +57,7 @@ def byte_level(expression, *, bos=None, ignore_merges=False, nfc=False, size=400
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    special = [text for text in (bos, "<|endoftext|>", "<|im_start|>", "<|im_end|>") if text]
+    special = [text for text in (bos, "<|endoftext|>", "<|im_start|>", "<|im_end|>", *more) if text]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     byte_processor = processors.ByteLevel(trim_offsets=False)
@@ -202,11 +202,16 @@ def _glm(folder):
     save_byte_level(folder, tokenizer)
 
 
+def _glm_moe(folder):
+    save_byte_level(folder, byte_level(QWEN_2, more=("[gMASK]", "<|user|>", "<|observation|>")))
+
+
 # How a tokenizer is made, and the rows of the embedding; Qwen's has some without a token.
 TOKENIZERS = {
     "llama3": (_llama3, 405),
     "qwen2": (_qwen, 408),
     "glm": (_glm, 305),
+    "glm_moe": (_glm_moe, 408),
     "pieces": (pieces, 453),
     "gpt2": (_gpt2, 321),
     "gemma": (functools.partial(pieces, gemma=True), 453),
@@ -236,6 +241,15 @@ _GRANITE_DENSE = {
     "attention_bias": True, "tie_word_embeddings": True,
 }  # fmt: skip
 _GRANITE_MOE = {**_GRANITE_DENSE, "attention_bias": False, "num_local_experts": 4, "num_experts_per_tok": 2}
+_MLA = {
+    "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+_MLA_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
+}  # fmt: skip
 
 _DELTA_NET = {
     "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -795,6 +809,73 @@ MODELS = {
         "qwen2",
         {"head_dim": 24, "pad_token_id": None},
     ),
+    "deepseek_v2": (
+        transformers.DeepseekV2ForCausalLM,
+        transformers.DeepseekV2Config,
+        "qwen2",
+        {
+            **_MLA, "topk_method": "greedy", "routed_scaling_factor": 2.0,
+            "rope_parameters": {**_MLA_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3ForCausalLM,
+        transformers.DeepseekV3Config,
+        "llama3",
+        {
+            **_MLA, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+            "rope_parameters": _MLA_YARN,
+        },
+    ),
+    "deepseek_v32": (
+        transformers.DeepseekV32ForCausalLM,
+        transformers.DeepseekV32Config,
+        "llama3",
+        {
+            **_MLA, "num_hidden_layers": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "index_n_heads": 3, "index_head_dim": 64, "index_topk": 64, "scoring_func": "sigmoid",
+            "num_nextn_predict_layers": 1, "rope_parameters": _MLA_YARN,
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeForCausalLM,
+        transformers.Glm4MoeConfig,
+        "glm_moe",
+        {
+            "head_dim": 24, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.5,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2ForCausalLM,
+        transformers.MiniMaxM2Config,
+        "qwen2",
+        {
+            **_MIXTRAL, "head_dim": 24, "rotary_dim": 12, "scoring_func": "sigmoid", "use_qk_norm": True,
+            "attn_type_list": [1, 1],
+        },
+    ),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaForCausalLM,
+        transformers.GlmMoeDsaConfig,
+        "glm_moe",
+        {
+            **_MLA, "num_hidden_layers": 3, "n_routed_experts": 3, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "index_n_heads": 3, "index_head_dim": 64, "index_topk": 64, "scoring_func": "sigmoid",
+            "indexer_types": ["full", "shared", "full"], "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6,
+        },
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteForCausalLM,
+        transformers.Glm4MoeLiteConfig,
+        "glm_moe",
+        {
+            **_MLA, "num_hidden_layers": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+            "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "scoring_func": "sigmoid",
+        },
+    ),
 }  # fmt: skip
 
 # Tensors for multi-token prediction, which published models have and transformers does not write: vLLM,
@@ -902,6 +983,21 @@ _REPAIRS = {
 PUBLISHED = {"phimoe": "PhiMoEForCausalLM"}
 
 
+# Models with a layer for multi-token prediction, as published files have it; transformers leaves it out.
+PREDICTING = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+
+
+def prediction_layer(shapes, config):
+    """The tensors of a further layer, with the last one's and those of DeepSeek-V3's technical report, section 2.2."""
+    last, layer = (f"model.layers.{config.num_hidden_layers - back}." for back in (1, 0))
+    more = {name.replace(last, layer): shape for name, shape in shapes.items() if name.startswith(last)}
+    size, vectors = config.hidden_size, ("enorm", "hnorm", "shared_head.norm")
+    more |= {f"{layer}{name}.weight": [size] for name in vectors}
+    matrices = {"embed_tokens": config.vocab_size, "shared_head.head": config.vocab_size}
+    more |= {f"{layer}{name}.weight": [rows, size] for name, rows in matrices.items()}
+    return {**more, f"{layer}eh_proj.weight": [size, 2 * size]}
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
     model_class, config_class, tokenizer, settings, *published = MODELS[name]
@@ -918,6 +1014,8 @@ def config_of(name):
         model_class(config).to(torch.bfloat16).save_pretrained(folder)
         with safeload.open(f"{folder}/model.safetensors") as file:
             shapes = {name: list(tensor.shape) for name, tensor in file.tensors.items()}
+        if name in PREDICTING:
+            shapes |= prediction_layer(shapes, config)
         saved = json.loads((Path(folder) / "config.json").read_text())
     if name == "qwen3_5_moe":  # experts are published as transformers holds them, those of the added layer one by one
         shapes = {name: shape for name, shape in shapes.items() if ".experts." not in name}
@@ -969,6 +1067,7 @@ def reference(converter, folder, path, options=(), *, raw=False):
         module.write_text(text, encoding="utf-8")
     command = [
         sys.executable,
+        "-O",  # without its assertions that DeepSeek-V3.2's tokenizer is the published one
         f"{converter}/convert_hf_to_gguf.py",
         str(folder),
         "--outfile",
