@@ -450,7 +450,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
-    return to_llama_cpp(catalog) if diffusion is None else to_comfyui(catalog, diffusion)
+    return to_llama_cpp(catalog, blocks=target is None) if diffusion is None else to_comfyui(catalog, diffusion)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
@@ -638,7 +638,7 @@ class Decider:
                 metadata = with_renamed_shapes(metadata, names)
             chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
             if chosen and FILE_TYPE not in own:
-                metadata = with_updated_file_type(metadata, outputs.made)
+                metadata = with_updated_file_type(metadata, outputs.made, copies=rules is None)
             if isinstance(rules, Rules):
                 keys = {} if matrix is None else matrix.metadata()
                 if isinstance(rules, FileTypeRules):
@@ -701,6 +701,11 @@ class Decider:
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
         elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
             decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
+        if isinstance(self._catalog, RestructuredCatalog):
+            changed = [name for name, decision in decisions.items() if decision != Decision()]
+            for scale in (scale for name in changed for scale in self._catalog.beside(name)):
+                del decisions[scale], self._descriptions[scale]
+                self._kept.pop(scale, None)
         for head, embedding in self._heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core import dtypes
+from ...core.arrays import Array
 from ...core.files import Location, read_if_there
 from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
@@ -30,8 +31,9 @@ from ...models.family import (
 )
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS, language_of
+from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .settings import ModelConfig, config_of, form_of, settings_of
 from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
@@ -75,8 +77,11 @@ _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 _MOST_SHOWN = 3
 
 
-def to_llama_cpp(catalog: Catalog) -> Catalog:
-    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class.
+
+    With ``blocks``, packed codes stay in the block types of ggml that hold them unchanged.
+    """
     name, form = gguf_form(catalog.config)
     if name is None or catalog.format == "gguf":
         return catalog
@@ -99,6 +104,8 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
     files = TokenizerFiles(home)
     tokens = tokenizer_keys(files, config, form, rows)
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
+    check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
+    recipes, extra = _in_blocks(catalog, recipes) if blocks else (recipes, {})
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
         ARCHITECTURE: form.architecture,
@@ -107,15 +114,75 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **settings,
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+        **extra,
         **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
-    check_tensors(shapes, settings, rows, catalog.title, form)
     return RestructuredCatalog(
         catalog, recipes, metadata=metadata, format="gguf", kept_f32=filter(is_kept_f32, recipes)
     )
+
+
+# ---- codes that stay as they are ----
+
+_SCALED = "nvfp4"  # the block type with factors in tensors beside it
+_A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
+
+
+def _in_blocks(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
+    """Return recipes that keep the codes of packed sources, and the metadata about them."""
+    result: dict[str, TensorRecipe] = {}
+    precise = []  # tensors whose activations must have more than 4 bits
+    for name, recipe in recipes.items():
+        kind = None if is_kept_f32(name) else _block_type(catalog, recipe)
+        result[name] = recipe._replace(blocks=kind)
+        if kind != _SCALED:
+            continue
+        experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
+        for suffix, values in zip(SCALES_BESIDE, zip(*_factors(catalog, recipe), strict=True), strict=True):
+            factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
+            if (factors != 1).any():
+                result[name.removesuffix(".weight") + suffix] = TensorRecipe((experts,), (), constant=factors)
+        source = recipe.moves[0].source
+        if (packed := catalog.packed(source)) is not None and algorithm_of(packed, source) == "W4A16_NVFP4":
+            precise.append(name)
+    return result, dict(zip(_A4, (sorted(precise), [False] * len(precise)), strict=True)) if precise else {}
+
+
+def _block_type(catalog: Catalog, recipe: TensorRecipe) -> str | None:
+    """Return the block type that holds the codes of all sources unchanged, or None."""
+    kinds = set()
+    for move in recipe.moves:
+        packed, places = catalog.packed(move.source), move.arrangement
+        if packed is None or (packed.packing.columns, packed.packing.transpose) != (
+            recipe.shape[-1],
+            move.read.transposed,
+        ):
+            return None
+        if places is not None and (
+            places.rows is None or places.columns is not None or places.transposed or places.computes
+        ):
+            return None
+        kinds.add(block_type(packed))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    # A matrix has one factor.
+    return None if kind == _SCALED and len(recipe.moves) not in (1, *recipe.shape[:-2]) else kind
+
+
+def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Array]]:
+    """Yield the factors of the scales, and of the activations, of the matrices that each move makes."""
+    for move in recipe.moves:
+        packed, module = catalog.packed(move.source), move.source.removesuffix(".weight")
+        assert packed is not None
+        scale, own = tensor_scale(packed), np.ones(1, np.float32)
+        if f"{module}.input_scale" in catalog.ignored:
+            own = numbers_in(catalog.ignored[f"{module}.input_scale"])
+        elif f"{module}.input_global_scale" in catalog.ignored:
+            own = np.float32(1) / numbers_in(catalog.ignored[f"{module}.input_global_scale"])
+        item = slice(None) if move.read.item is None or scale.size == 1 else slice(move.read.item, move.read.item + 1)
+        yield scale[item], own
 
 
 # ---- name, size and settings of sampling ----

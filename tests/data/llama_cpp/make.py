@@ -269,9 +269,60 @@ ADDED = {"qwen3_5": _MTP | _MTP_DENSE, "qwen3_5_moe": _MTP | _MTP_MOE}
 OPTIONS = {"qwen3_next": ["--no-mtp"]}
 
 
+# Models in codes: the model without these, the settings, and the matrices in codes.
+_CT_NVFP4 = {
+    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized", "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "group_size": 16, "strategy": "tensor_group", "symmetric": True, "type": "float",
+            },
+        }
+    },
+}  # fmt: skip
+PACKED = {
+    "gpt_oss_mxfp4": ("gpt_oss", {}, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    "llama_nvfp4": (
+        "llama2",
+        {"intermediate_size": 128},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
+    "qwen2_w4a16_nvfp4": (
+        "qwen2",
+        {"intermediate_size": 128},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]},
+    ),
+    "qwen3_moe_nvfp4": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 64}, _CT_NVFP4),
+}
+
+
+def packed(shapes, method):
+    """Return the tensors of a model whose linear layers are in codes."""
+    result = {}
+    for name, shape in shapes.items():
+        module, (rows, columns) = name.removesuffix(".weight"), shape if len(shape) == 2 else (0, 0)
+        if method == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks = [shape[0], shape[2], shape[1] // 32]
+            result |= {f"{name}_blocks": ["U8", *blocks, 16], f"{name}_scales": ["U8", *blocks]}
+        elif method == "mxfp4" or not name.endswith("_proj.weight"):
+            result[name] = shape
+        else:
+            codes, scales = ["U8", rows, columns // 2], ["F8_E4M3", rows, columns // 16]
+            modelopt = method == "modelopt"
+            result |= {f"{module}.weight{'' if modelopt else '_packed'}": codes, f"{module}.weight_scale": scales}
+            both = ("weight_scale_2", "input_scale") if modelopt else ("weight_global_scale", "input_global_scale")
+            result |= {f"{module}.{part}": ["F32"] if modelopt else ["F32", 1] for part in both}
+            if modelopt and module.endswith(("k_proj", "v_proj")):
+                result[f"{module}.{module[-6]}_scale"] = ["F32"]
+    return result
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
-    model_class, config_class, tokenizer, settings = MODELS[name]
+    base, changes, quantization = PACKED.get(name, (name, {}, {}))
+    model_class, config_class, tokenizer, settings = MODELS[base]
+    settings = {**settings, **changes}
     size = TOKENIZERS[tokenizer][1]
     config = config_class(**{**_SIZES, "vocab_size": size, "bos_token_id": None, "eos_token_id": None, **settings})
     with tempfile.TemporaryDirectory() as folder:
@@ -284,10 +335,12 @@ def config_of(name):
         for layer in range(2):
             experts = f"model.layers.{layer}.mlp.experts."
             shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
+    if quantization:
+        return {**saved, "quantization_config": quantization}, packed(shapes, quantization["quant_method"])
     return saved, shapes | {f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}
 
 
-def reference(converter, folder, path, options=()):
+def reference(converter, folder, path, options=(), outtype="f32"):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another."""
     pre = "llama-bpe" if 'ignore_merges": true' in _text(folder / "tokenizer.json") else "qwen2"
     source = Path(converter) / "conversion" / "base.py"
@@ -303,7 +356,7 @@ def reference(converter, folder, path, options=()):
         "--outfile",
         str(path),
         "--outtype",
-        "f32",
+        outtype,
         *options,
     ]
     env = {**os.environ, "PYTHONPATH": f"{converter}/gguf-py", "SAFELOAD_PRE": pre}
@@ -320,17 +373,19 @@ def main(converter, names):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         maker(folder)
-    entries = llama_models.listed() if names else {}
-    for name in names or MODELS:
-        config, shapes = config_of(name)
-        entry = {"config": config, "tokenizer": MODELS[name][2], "tensors": shapes}
-        with tempfile.TemporaryDirectory() as folder:
-            source = llama_models.write_folder(Path(folder) / name, entry)
-            reference(converter, source, Path(folder) / "reference.gguf", OPTIONS.get(name, ()))
-            entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
-        entries[name] = entry
-    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS]
-    (HERE / "models.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    for file, made, outtype in (("models.json", MODELS, "f32"), ("packed.json", PACKED, "bf16")):
+        entries = llama_models.listed(file) if names else {}
+        for name in [name for name in names if name in made] if names else made:
+            config, shapes = config_of(name)
+            tokenizer = MODELS[PACKED[name][0] if name in PACKED else name][2]
+            entry = {"config": config, "tokenizer": tokenizer, "tensors": shapes}
+            with tempfile.TemporaryDirectory() as folder:
+                source = llama_models.write_folder(Path(folder) / name, entry)
+                reference(converter, source, Path(folder) / "reference.gguf", OPTIONS.get(name, ()), outtype)
+                entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
+            entries[name] = entry
+        lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in made]
+        (HERE / file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
