@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
@@ -212,6 +213,14 @@ class Catalog:
             else:
                 origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
         return Catalog(origins, self.mapped)
+
+    def selected(self, names: Iterable[str]) -> Catalog:
+        """Return a catalog of some tensors and activation scales; the files are still those of this one."""
+        known = dict.fromkeys(names)
+        result = copy(self)
+        result._known = {name: None for name in known if name in self}
+        result.ignored = {name: part for name, part in self.ignored.items() if name in known}
+        return result
 
     def __enter__(self) -> Catalog:
         return self

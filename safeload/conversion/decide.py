@@ -59,6 +59,8 @@ from .sink import Sink
 
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
+# Those with which a model is complete if the rest has all that llama.cpp needs.
+_LEAVING_OUT = {"names", "only", "drop"}
 # Options that need ``quantize``.
 _OF_QUANTIZE = {
     "keep": "selects tensors that quantize= leaves unquantized",
@@ -400,9 +402,28 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outp
     if options["adapters"] is not None:
         with_config = request.folder is not None
         catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
-    catalog = _as_model(catalog, request)
+    selected, rest = _selected(catalog, request)
+    try:
+        catalog, request = _as_model(selected, rest), rest
+    except FormatError as error:
+        if rest is request or error.tensor is None or error.tensor in selected:
+            raise
+        text = f"{request.selecting[0]}= would leave no complete model: {error}; pass raw=True to write single tensors"
+        raise ValueError(text) from None
     with paused(len(catalog)):
         return Decider(catalog, _in_names_of(catalog, request)).outputs()
+
+
+def _selected(catalog: Catalog, request: ConvertRequest) -> tuple[Catalog, ConvertRequest]:
+    """Return the tensors that options select for a model of llama.cpp, and the request without these options."""
+    of_model = request.format == "gguf" and not request.options["raw"] and catalog.format != "gguf"
+    if not of_model or not request.selecting or gguf_form(catalog.config)[1] is None:
+        return catalog, request
+    if not {*request.selecting} <= _LEAVING_OUT:
+        return catalog, request
+    options: Any = {**request.options, **dict.fromkeys(_LEAVING_OUT)}
+    selected = catalog.selected(request.chosen(catalog, catalog.ignored))
+    return selected, request._replace(options=options, selecting=[], by_name=False, every_tensor=True)
 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Sources: llama.cpp ``conversion/base.py`` (NVFP4); microsoft/BitNet ``src/ggml-b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -19,7 +18,7 @@ from ..core.restore import read_part
 from ..core.text import error_about
 from ..errors import UnsupportedError
 from .families import Family
-from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale
+from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale, parsed
 from .quantization import GGUF, quantization_of
 
 # The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
@@ -152,7 +151,7 @@ def numbers_in(part: Part) -> Array:
 
 def algorithm_of(packed: Packed, name: str) -> object:
     """Return the name that ModelOpt gives the quantization of a tensor, or None."""
-    quantization = quantization_of(json.loads(packed.packing.config))
+    quantization = quantization_of(parsed(packed.packing.config.encode(), name))
     if quantization is None:
         return None
     own = quantization.own(name.removesuffix(".weight")) or {}

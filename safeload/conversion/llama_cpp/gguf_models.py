@@ -61,6 +61,11 @@ SINGLE, FUSED = "single", "fused"
 _HEAD = "lm_head.weight"
 # Suffixes of buffers that llama.cpp computes itself.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
+# What every family leaves out, with the reason.
+_LEFT_OUT = {
+    f"*.{name}": "scales of the KV cache"
+    for name in ("k_scale", "v_scale", "kv_scale", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor")
+}
 # Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
 _LANGUAGE = "language_model."
 _TOWERS = (
@@ -97,14 +102,14 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
         raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
     rows = embedding.shape[0]
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
+    check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
     home = catalog.folder  # with the files beside the weights
     if home is None:
         file = catalog.weight_files[0]
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
     tokens = tokenizer_keys(files, config, form, rows)
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
-    check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
     recipes, extra = _in_blocks(catalog, recipes) if blocks else (recipes, {})
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
@@ -355,6 +360,7 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
     multimodal = language_of(catalog.config or {}) is not catalog.config
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
+    reasons = {**form.left_out, **_LEFT_OUT}
     for name, stored in stored_names(catalog, catalog.title).items():
         bare = name.replace(_LANGUAGE, "")
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
@@ -368,7 +374,7 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
                 for number in (config.integer(layer) + own, *numbers) if PLACE in place else numbers:
                     bare = bare.replace(PLACE, str(number), 1)
                 break
-        reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
+        reason = next((why for text, why in reasons.items() if fnmatchcase(bare, text)), None)
         if reason is not None:
             left_out.setdefault(reason, []).append(stored)
             continue
@@ -519,7 +525,9 @@ def _part(layout: GgufLayout, rows: int, expert: int) -> TensorView:
 
 def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
     if unknown:
-        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; raw=True writes the tensors as they are"
+        advice = "raw=True writes the tensors as they are"
+        advice = advice if holder == "transformers" else f"drop= leaves tensors out, {advice}"
+        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; {advice}"
         raise UnsupportedError(text, tensor=unknown[0])
 
 
