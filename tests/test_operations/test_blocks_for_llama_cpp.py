@@ -181,3 +181,17 @@ def test_shards_and_single_files_give_the_same_file(folder, tmp_path):
     safeload.convert(source, tmp_path / "shards.gguf")
     one, shards = (llama_models.described(tmp_path / f"{name}.gguf") for name in ("one", "shards"))
     assert one == shards
+
+
+def test_nvfp4_is_a_target(folder, tmp_path):
+    """Codes of the source are copied, what it has in full precision is rounded."""
+    source = folder("llama_nvfp4")
+    safeload.convert(source, tmp_path / "blocks.gguf")
+    safeload.convert(source, tmp_path / "all.gguf", quantize="nvfp4")
+    safeload.convert(source, tmp_path / "plain.gguf", dtype="float32")
+    with safeload.open(tmp_path / "blocks.gguf") as blocks, safeload.open(tmp_path / "all.gguf") as file:
+        assert file["blk.1.ffn_up.weight"] == blocks["blk.1.ffn_up.weight"]
+        head = safeload.load(tmp_path / "plain.gguf")["output.weight"]
+        assert file["output.weight"] == safeload.quantize(head, "nvfp4")
+        assert file.metadata["general.file_type"] == 39
+    assert safeload.check(tmp_path / "all.gguf").errors == []
