@@ -195,3 +195,23 @@ def test_nvfp4_is_a_target(folder, tmp_path):
         assert file["output.weight"] == safeload.quantize(head, "nvfp4")
         assert file.metadata["general.file_type"] == 39
     assert safeload.check(tmp_path / "all.gguf").errors == []
+
+
+def test_factors_that_llama_cpp_ignores_are_multiplied_before(tmp_path, caplog):
+    """Its graph of Qwen 2 computes without them."""
+    model, other = MODELS["qwen3_w4a16_nvfp4"], llama_models.listed()["qwen2"]
+    tensors = {name: x for name, x in llama_models.tensors_of(model).items() if "q_norm" not in name}
+    tensors = {name: x for name, x in tensors.items() if "k_norm" not in name and name != "lm_head.weight"}
+    tensors |= {
+        f"model.layers.{k}.self_attn.{part}_proj.bias": np.ones(rows, np.float32)
+        for k in range(2)
+        for part, rows in (("q", 128), ("k", 64), ("v", 64))
+    }
+    fields = {key: model["config"][key] for key in ("quantization_config", "intermediate_size", "head_dim")}
+    config = {**other["config"], **fields, "hidden_size": 64}
+    source = llama_models.write_folder(tmp_path / "source", {**other, "config": config}, tensors)
+    safeload.convert(source, tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.tensors["blk.0.ffn_up.weight"].dtype == "BF16"
+        assert file.metadata["general.file_type"] == 32
+    assert "ignores the factors of NVFP4: 'blk.0." in caplog.text

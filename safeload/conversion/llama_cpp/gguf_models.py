@@ -110,7 +110,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
     tokens = tokenizer_keys(files, config, form, rows)
-    recipes, extra = _in_blocks(catalog, recipes) if blocks else (recipes, {})
+    recipes, extra = _in_blocks(catalog, recipes, form.architecture) if blocks else (recipes, {})
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
         ARCHITECTURE: form.architecture,
@@ -133,26 +133,38 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
 # ---- codes that stay as they are ----
 
 _SCALED = "nvfp4"  # the block type with factors in tensors beside it
+# Architectures whose graph multiplies by all factors of the language model: src/models of llama.cpp.
+_APPLIES_FACTORS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
 _A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
 
 
-def _in_blocks(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
+def _in_blocks(
+    catalog: Catalog, recipes: Mapping[str, TensorRecipe], architecture: str
+) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
     """Return recipes that keep the codes of packed sources, and the metadata about them."""
     result: dict[str, TensorRecipe] = {}
-    precise = []  # tensors whose activations must have more than 4 bits
+    precise, ignored = [], []  # tensors whose activations must have more than 4 bits; whose factors have no effect
     for name, recipe in recipes.items():
         kind = None if is_kept_f32(name) else _block_type(catalog, recipe)
-        result[name] = recipe._replace(blocks=kind)
-        if kind != _SCALED:
-            continue
-        experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
-        for suffix, values in zip(SCALES_BESIDE, zip(*_factors(catalog, recipe), strict=True), strict=True):
-            factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
-            if (factors != 1).any():
-                result[name.removesuffix(".weight") + suffix] = TensorRecipe((experts,), (), constant=factors)
-        source = recipe.moves[0].source
-        if (packed := catalog.packed(source)) is not None and algorithm_of(packed, source) == "W4A16_NVFP4":
-            precise.append(name)
+        beside: dict[str, TensorRecipe] = {}
+        if kind == _SCALED:
+            experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
+            for suffix, values in zip(SCALES_BESIDE, zip(*_factors(catalog, recipe), strict=True), strict=True):
+                factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
+                if (factors != 1).any():
+                    beside[name.removesuffix(".weight") + suffix] = TensorRecipe((experts,), (), constant=factors)
+            applied = architecture in _APPLIES_FACTORS and name not in mixtures.EMBEDDINGS
+            if not applied and name.removesuffix(".weight") + SCALES_BESIDE[0] in beside:
+                ignored.append(name)
+                kind, beside = None, {}
+        result |= {name: recipe._replace(blocks=kind), **beside}
+        if kind == _SCALED:
+            source = recipe.moves[0].source
+            packed = catalog.packed(source)
+            precise += [name] if packed is not None and algorithm_of(packed, source) == "W4A16_NVFP4" else []
+    if ignored:
+        text = "%s: dequantized, because llama.cpp's %s ignores the factors of NVFP4: %s"
+        warning(text, catalog.title, architecture, _some_of(ignored))
     return result, dict(zip(_A4, (sorted(precise), [False] * len(precise)), strict=True)) if precise else {}
 
 

@@ -288,9 +288,9 @@ PACKED = {
         {"intermediate_size": 128},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
-    "qwen2_w4a16_nvfp4": (
-        "qwen2",
-        {"intermediate_size": 128},
+    "qwen3_w4a16_nvfp4": (
+        "qwen3",
+        {"intermediate_size": 128, "head_dim": 32},
         {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]},
     ),
     "qwen3_moe_nvfp4": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 64}, _CT_NVFP4),
