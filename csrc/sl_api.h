@@ -151,9 +151,9 @@ int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, v
 int32_t sl_quantize_weighted(int32_t tier, int32_t to, const void *source, const float *importance, void *blocks,
                              uint64_t rows, uint64_t columns);
 
-/* Index of the first of `count` blocks with an f16 scale that is NaN or infinite (SL_MXFP4: a NaN exponent), or
- * `count`. The quantizers write such a scale if and only if the source has NaN or infinity, or the block's scale does
- * not fit into f16. */
+/* Index of the first of `count` blocks with an f16 scale that is NaN or infinite (SL_MXFP4: a NaN exponent; SL_NVFP4:
+ * scales that are not numbers), or `count`. The quantizers write such a scale if and only if the source has NaN or
+ * infinity, or the block's scale does not fit into f16. */
 uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count);
 
 /* The f32 bits of the largest |x|; infinity or NaN if any x is. `from` is SL_F32, SL_BF16 or SL_F16, little-endian at

@@ -415,7 +415,7 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
     assert safeload.load("line.safetensors")["w"] == made["w"]
 
 
-WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, tq1_0, tq2_0"
+WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, nvfp4, tq1_0, tq2_0"
 SCHEMES = {
     "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or "],
     "IQ3_M": ["unknown scheme 'IQ3_M'"],

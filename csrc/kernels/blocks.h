@@ -39,6 +39,20 @@ typedef struct sl_mxfp4 {
 } sl_mxfp4;
 _Static_assert(sizeof(sl_mxfp4) == 17, "blocks have no padding in files");
 
+/* Four runs of 16; the low nibbles of 8 bytes hold the first 8 elements of a run. x = half_ue4m3(scale) *
+ * E2M1_TABLE[code]. */
+typedef struct sl_nvfp4 {
+    uint8_t scales[4], codes[32];
+} sl_nvfp4;
+_Static_assert(sizeof(sl_nvfp4) == 36, "blocks have no padding in files");
+
+/* Half of a scale: E4M3 without a sign. Its only NaN means 0. */
+SL_INLINE float half_ue4m3(uint8_t scale) {
+    uint32_t bits = scale & 0x7f;
+    if (bits < 8) return (float)bits * 0x1p-10f;
+    return scale == 0x7f ? 0.0f : float_of((bits << 20) + ((127 - 8) << 23));
+}
+
 /* 16 runs of 16: in the run's entry of `scales`, the low nibble scales the codes and the high nibble the minimum. x =
  * (d * scale) * code - dmin * minimum. Codes have 2 bits: a byte holds the codes of elements 32 apart. */
 typedef struct sl_q2_k {

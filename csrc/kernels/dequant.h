@@ -108,21 +108,9 @@ TARGET SL_INLINE void restore_mxfp4(const sl_mxfp4 *block, uint8_t *out) {
     restore_table(block->codes, E2M1_TABLE, d, out);
 }
 
-/* ---- blocks of 64: four runs of 16; the low nibbles of 8 bytes hold the first 8 elements of a run ---- */
-
-typedef struct sl_nvfp4 {
-    uint8_t scales[4], codes[32];
-} sl_nvfp4;
-_Static_assert(sizeof(sl_nvfp4) == 36, "blocks have no padding in files");
+/* ---- blocks of 64: four runs of 16 ---- */
 
 #define LOW_NIBBLES UINT64_C(0x0f0f0f0f0f0f0f0f)
-
-/* Half of a scale: E4M3 without a sign. Its only NaN means 0. */
-SL_INLINE float half_ue4m3(uint8_t scale) {
-    uint32_t bits = scale & 0x7f;
-    if (bits < 8) return (float)bits * 0x1p-10f;
-    return scale == 0x7f ? 0.0f : float_of((bits << 20) + ((127 - 8) << 23));
-}
 
 TARGET SL_INLINE void restore_nvfp4(const sl_nvfp4 *block, uint8_t *out) {
     for (size_t run = 0; run < 4; run++, out += RUN) {

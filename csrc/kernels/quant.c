@@ -7,9 +7,10 @@ uint64_t sl_blocks_finite(int32_t dtype, const void *blocks, uint64_t count) {
     const sl_dtype_info *info = sl_dtype_get(dtype);
     size_t block_bytes = (size_t)info->block_bytes;
     uint64_t first = count;
-    if (dtype == SL_MXFP4) {
+    if (dtype == SL_MXFP4 || dtype == SL_NVFP4) {
+        uint8_t bad = dtype == SL_MXFP4 ? SL_E8M0_NAN : SL_UE4M3_NOT_FINITE;
         for (uint64_t i = 0; i < count; i++)
-            if (((const uint8_t *)blocks)[i * block_bytes] == SL_E8M0_NAN) return i;
+            if (((const uint8_t *)blocks)[i * block_bytes] == bad) return i;
         return count;
     }
     for (int32_t k = 0; k < info->scale_count; k++) {

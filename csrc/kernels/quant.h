@@ -1,10 +1,11 @@
 /* Quantization. Scalar C is the reference; every other tier produces the same bits.
  *
  * Blocks are conversions of convert.h: f32 to SL_Q4_0_ABSMAX; to SL_Q4_0, SL_Q4_1, SL_Q5_0, SL_Q5_1, SL_Q8_0,
- * SL_TQ1_0 and SL_TQ2_0 with ggml's rounding; to SL_Q2_K, ... SL_Q6_K (quant_k.h); to
- * SL_IQ4_NL, SL_IQ4_XS and SL_MXFP4 (quant_blocks.h). Dequantization is in dequant.h. Each block of SL_QK elements has
- * its own scale d, an f16. d is NaN or infinite if and only if an element is, or the scale does not fit into f16; for
- * SL_MXFP4 the exponent is SL_E8M0_NAN. sl_blocks_finite finds such blocks, and their codes are meaningless.
+ * SL_TQ1_0 and SL_TQ2_0 with ggml's rounding; to SL_Q2_K, ... SL_Q6_K (quant_k.h); to SL_IQ4_NL, SL_IQ4_XS, SL_MXFP4
+ * and SL_NVFP4 (quant_blocks.h). Dequantization is in dequant.h. Each block of SL_QK elements has its own scale d, an
+ * f16. d is NaN or infinite if and only if an element is, or the scale does not fit into f16; for SL_MXFP4 the exponent
+ * is SL_E8M0_NAN, for SL_NVFP4 all scales are SL_UE4M3_NOT_FINITE. sl_blocks_finite finds such blocks, and their codes
+ * are meaningless.
  *
  * Quantization with importance (an "importance matrix" of llama.cpp's) takes rows instead of blocks.
  *
@@ -81,6 +82,7 @@ _Static_assert(sizeof(sl_q4_0) == 18 && sizeof(sl_q8_0) == 34 && sizeof(sl_q4_1)
 
 /* The only NaN among E8M0 scales. */
 #define SL_E8M0_NAN 0xff
+#define SL_UE4M3_NOT_FINITE 0xff /* ggml's quantizer writes no sign */
 
 /* The largest scale without an inverse in f32: 2^128 is infinity, while the inverse of the next larger scale, 2^-128 +
  * 2^-149, is finite. */

@@ -254,6 +254,53 @@ TARGET static void quantize_mxfp4(const uint8_t *x, sl_mxfp4 *block) {
     store_nibbles(codes, block->codes);
 }
 
+/* ---- nvfp4: x = half_ue4m3(scale) * E2M1_TABLE[code] ---- */
+
+#define NVFP4_RUN ((size_t)16)
+
+/* Returns the code of E4M3 for a number of at least 0 as ggml rounds it: halves up, and from 256 on the largest. */
+SL_INLINE uint8_t ue4m3_of(float x) {
+    if (x < 0x1p-6f) { /* subnormal */
+        uint32_t units = (uint32_t)(x * 512.0f + 0.5f);
+        return (uint8_t)(units > 7 ? 7 : units);
+    }
+    if (x >= 256.0f) return 0x7e;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = ((bits >> 19) + 1) >> 1; /* a carry goes to the exponent */
+    uint32_t code = bits - ((127 - 7) << 3);
+    return (uint8_t)(code > 0x77 ? 0x7e : code);
+}
+
+/* A code has the smallest error, and of equal errors the smallest magnitude: in f32 all errors of numbers far beyond
+ * the largest code are equal. 0 has no sign. */
+TARGET static void quantize_nvfp4(const uint8_t *x, sl_nvfp4 *block) {
+    for (size_t run = 0; run < 4; run++) {
+        uint32_t absmax = sl_quant_scalar.absmax_f32(x + 4 * NVFP4_RUN * run, NVFP4_RUN);
+        if (absmax >= SL_F32_INFINITY) {
+            memset(block->scales, SL_UE4M3_NOT_FINITE, sizeof block->scales);
+            return;
+        }
+        float scale = half_ue4m3(block->scales[run] = ue4m3_of(float_of(absmax) / 6.0f));
+        uint8_t codes[NVFP4_RUN];
+        for (size_t i = 0; i < NVFP4_RUN; i += LANES) {
+            float values[LANES];
+            for (size_t k = 0; k < LANES; k++) values[k] = float_of(load32(x, NVFP4_RUN * run + i + k));
+            lanes own = lanes_at(values), size = size_of(own), least = size, code = all_of(0.0f);
+            for (size_t k = 1; k < 8; k++) {
+                lanes error = size_of(minus(all_of((float)E2M1_TABLE[k] * scale), size));
+                truths less = below(error, least);
+                least = choose(less, error, least);
+                code = choose(less, all_of((float)k), code);
+            }
+            truths negative = both(below(own, all_of(0.0f)), below(all_of(0.0f), code));
+            put(values, choose(negative, plus(code, all_of(8.0f)), code));
+            for (size_t k = 0; k < LANES; k++) codes[i + k] = (uint8_t)values[k];
+        }
+        for (size_t k = 0; k < 8; k++) block->codes[8 * run + k] = (uint8_t)(codes[k] | codes[k + 8] << 4);
+    }
+}
+
 /* ---- kernels ---- */
 
 TARGET static void KERNEL(iq4_nl)(const void *source, void *destination, size_t count) {
@@ -278,9 +325,16 @@ TARGET static void KERNEL(mxfp4)(const void *source, void *destination, size_t c
     for (size_t b = 0; b < count / SL_QK; b++) quantize_mxfp4((const uint8_t *)source + 4 * SL_QK * b, &blocks[b]);
 }
 
+TARGET static void KERNEL(nvfp4)(const void *source, void *destination, size_t count) {
+    sl_nvfp4 *blocks = destination;
+    memset(blocks, 0, count / 64 * sizeof *blocks);
+    for (size_t b = 0; b < count / 64; b++) quantize_nvfp4((const uint8_t *)source + 4 * 64 * b, &blocks[b]);
+}
+
 /* The rows of a tier, without its end. */
 #define QUANT_BLOCK_KERNELS \
-    {SL_F32, SL_IQ4_NL, KERNEL(iq4_nl)}, {SL_F32, SL_IQ4_XS, KERNEL(iq4_xs)}, {SL_F32, SL_MXFP4, KERNEL(mxfp4)},
+    {SL_F32, SL_IQ4_NL, KERNEL(iq4_nl)}, {SL_F32, SL_IQ4_XS, KERNEL(iq4_xs)}, {SL_F32, SL_MXFP4, KERNEL(mxfp4)}, \
+    {SL_F32, SL_NVFP4, KERNEL(nvfp4)},
 #define WEIGHTED_BLOCK_KERNELS                                                                                  \
     {SL_Q4_0, WEIGHTED(q4_0)}, {SL_Q4_1, WEIGHTED(q4_1)}, {SL_Q5_0, WEIGHTED(q5_0)}, {SL_Q5_1, WEIGHTED(q5_1)}, \
         {SL_IQ4_NL, WEIGHTED(iq4_nl)}, {SL_IQ4_XS, WEIGHTED(iq4_xs)},

@@ -324,14 +324,15 @@ def ls(options: argparse.Namespace) -> int:
 
 # ---- families ----
 
-_HEAD = ("family", "schema", "llama.cpp", "engines", "MLX", "models")
+_HEAD = ("family", "class", "schema", "llama.cpp", "way back", "MLX", "engines", "mmproj", "models")
 _YES = {True: "yes", False: ""}
 
 
 @command(
-    "List the families of models that safeload knows: whether check has a schema of the tensors, the architecture "
-    "in GGUF files for llama.cpp, whether whole models can be written in the formats of engines, and whether "
-    "folders of mlx-lm can be converted back.",
+    "List the families of models that safeload knows: the class of transformers, whether check has a schema of the "
+    "tensors, the architecture in GGUF files for llama.cpp, whether these become folders for transformers again, "
+    "whether folders of mlx-lm can be converted back, whether whole models can be written in the formats of engines, "
+    "and whether towers for images and audio are written for llama.cpp (mmproj).",
     """examples:
   safeload families
   safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'""",
@@ -346,7 +347,13 @@ def families(options: argparse.Namespace) -> int:
     if options.json:
         common.print_json({"families": [family._asdict() for family in known]})
         return 0
-    rows = [(f.name, _YES[f.schema], f.gguf, _YES[f.engines], _YES[f.mlx], f.about) for f in known]
+    rows = [
+        (
+            *(f.name, next(iter(f.architectures), ""), _YES[f.schema], f.gguf, _YES[f.way_back], _YES[f.mlx]),
+            *(_YES[f.engines], "yes" if f.mmproj else "no", f.about),
+        )
+        for f in known
+    ]
     head, *lines = table(_HEAD, rows, right=frozenset(), columns=common.columns())
     common.print_lines([(head, "head"), *lines, "", f"{len(known)} families"])
     return 0

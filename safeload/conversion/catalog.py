@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
@@ -27,7 +28,7 @@ from ..core.forking import cached_property
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
-from ..core.packing import INT8, Part, scheme_row
+from ..core.packing import INT8, Packed, Part, scheme_row
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
@@ -39,6 +40,7 @@ from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in
 from ..quant import finder
 from ..quant.families import Stored
+from ..quant.gguf import blocks_in
 from ..quant.quantization import Quantization, quantization_of
 from ..remote.places import is_file_object, is_located
 
@@ -211,6 +213,14 @@ class Catalog:
             else:
                 origins.append({**origin, **{alias: origin[name] for alias, name in names.items()}})
         return Catalog(origins, self.mapped)
+
+    def selected(self, names: Iterable[str]) -> Catalog:
+        """Return a catalog of some tensors and activation scales; the files are still those of this one."""
+        known = dict.fromkeys(names)
+        result = copy(self)
+        result._known = {name: None for name in known if name in self}
+        result.ignored = {name: part for name, part in self.ignored.items() if name in known}
+        return result
 
     def __enter__(self) -> Catalog:
         return self
@@ -451,6 +461,17 @@ class Catalog:
         packed = None if file is None else packed_of(file, index)
         return None if packed is None else of_packed(name, packed, self)
 
+    def packed(self, name: str) -> Packed | None:
+        """Return a packed tensor of a file as it is stored."""
+        file, number = (None, 0) if self.made(name) is not None else self._places[name][1:]
+        return None if file is None else file.table.packed.get(number)
+
+    def stored(self, name: str) -> QuantizedTensor:
+        """Return a quantized tensor that is not packed as it is stored."""
+        value = self.source(name)
+        assert isinstance(value, QuantizedTensor)
+        return value
+
     def memory_of(self, names: Iterable[str]) -> Iterator[Array]:
         """Yield the arrays of the tensors in memory."""
         for name in names:
@@ -625,6 +646,7 @@ class TensorRecipe(NamedTuple):
     moves: tuple[Move, ...]
     dtype: str | None = None  # code of the dtype; None for that of the sources
     constant: Array | None = None  # float32 values of a tensor without sources
+    blocks: str | None = None  # the block type in which it holds the codes of its sources, which are packed
 
     @property
     def sources(self) -> Iterable[str]:
@@ -658,6 +680,10 @@ class TensorRecipe(NamedTuple):
                 return (self,)
             by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
+
+
+# Ends of the names of tensors with the factors of a weight's blocks, and of its activations.
+SCALES_BESIDE = (".scale", ".input_scale")
 
 
 class RestructuredCatalog(Catalog):
@@ -703,6 +729,9 @@ class RestructuredCatalog(Catalog):
         sources = [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and recipe.renamed is not None:
             about = sources[0]._replace(name=name)
+        elif recipe.blocks is not None:
+            row, size = dtypes.BLOCK_TYPES[recipe.blocks], math.prod(recipe.shape)
+            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)
         else:
             rows = {self._row(name, source) for source in sources}
             keeps = name not in self.kept_f32 and (recipe.scales or not recipe.computes)
@@ -760,6 +789,27 @@ class RestructuredCatalog(Catalog):
         recipe = self.recipes[name]
         source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
+
+    def beside(self, name: str) -> list[str]:
+        """Return the tensors that belong to the blocks of a tensor."""
+        blocks, module = self.recipes[name].blocks, name.removesuffix(".weight")
+        return [] if blocks is None else [module + end for end in SCALES_BESIDE if module + end in self.recipes]
+
+    def stored(self, name: str) -> QuantizedTensor:
+        recipe = self.recipes[name]
+        if recipe.blocks is None:
+            return super().stored(name)
+        row = dtypes.BLOCK_TYPES[recipe.blocks]
+        out: Array = np.empty((*recipe.shape[:-1], row.nbytes(recipe.shape[-1])), np.uint8)
+        for move in recipe.moves:
+            packed = self.base.packed(move.source)
+            assert packed is not None
+            target, rows = move.written.of(out), blocks_in(packed, move.read.item)
+            if move.arrangement is None:
+                target[...] = rows[move.read.rows].reshape(target.shape)
+            else:
+                move.arrangement.fill(target, rows, dtypes.BY_CODE["U8"], None)
+        return QuantizedTensor(recipe.blocks, recipe.shape, out)
 
     # ---- values ----
 

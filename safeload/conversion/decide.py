@@ -59,6 +59,8 @@ from .sink import Sink
 
 # Options with which the result is no complete model.
 _SELECTING = ("layout", "names", "only", "drop", "rename")
+# Those with which a model is complete if the rest has all that llama.cpp needs.
+_LEAVING_OUT = {"names", "only", "drop"}
 # Options that need ``quantize``.
 _OF_QUANTIZE = {
     "keep": "selects tensors that quantize= leaves unquantized",
@@ -400,9 +402,28 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outp
     if options["adapters"] is not None:
         with_config = request.folder is not None
         catalog = merged(stack, catalog, options["adapters"], options["storage_options"], with_config=with_config)
-    catalog = _as_model(catalog, request)
+    selected, rest = _selected(catalog, request)
+    try:
+        catalog, request = _as_model(selected, rest), rest
+    except FormatError as error:
+        if rest is request or error.tensor is None or error.tensor in selected:
+            raise
+        text = f"{request.selecting[0]}= would leave no complete model: {error}; pass raw=True to write single tensors"
+        raise ValueError(text) from None
     with paused(len(catalog)):
         return Decider(catalog, _in_names_of(catalog, request)).outputs()
+
+
+def _selected(catalog: Catalog, request: ConvertRequest) -> tuple[Catalog, ConvertRequest]:
+    """Return the tensors that options select for a model of llama.cpp, and the request without these options."""
+    of_model = request.format == "gguf" and not request.options["raw"] and catalog.format != "gguf"
+    if not of_model or not request.selecting or gguf_form(catalog.config)[1] is None:
+        return catalog, request
+    if not {*request.selecting} <= _LEAVING_OUT:
+        return catalog, request
+    options: Any = {**request.options, **dict.fromkeys(_LEAVING_OUT)}
+    selected = catalog.selected(request.chosen(catalog, catalog.ignored))
+    return selected, request._replace(options=options, selecting=[], by_name=False, every_tensor=True)
 
 
 def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
@@ -450,7 +471,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
-    return to_llama_cpp(catalog) if diffusion is None else to_comfyui(catalog, diffusion)
+    return to_llama_cpp(catalog, blocks=target is None) if diffusion is None else to_comfyui(catalog, diffusion)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
@@ -638,7 +659,7 @@ class Decider:
                 metadata = with_renamed_shapes(metadata, names)
             chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
             if chosen and FILE_TYPE not in own:
-                metadata = with_updated_file_type(metadata, outputs.made)
+                metadata = with_updated_file_type(metadata, outputs.made, copies=rules is None)
             if isinstance(rules, Rules):
                 keys = {} if matrix is None else matrix.metadata()
                 if isinstance(rules, FileTypeRules):
@@ -701,6 +722,11 @@ class Decider:
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
         elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
             decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
+        if isinstance(self._catalog, RestructuredCatalog):
+            changed = [name for name, decision in decisions.items() if decision != Decision()]
+            for scale in (scale for name in changed for scale in self._catalog.beside(name)):
+                del decisions[scale], self._descriptions[scale]
+                self._kept.pop(scale, None)
         for head, embedding in self._heads.items():
             tensor = self._catalog.about(embedding)
             if tensor.quantized or not tensor.floating:

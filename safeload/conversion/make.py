@@ -375,7 +375,7 @@ class Maker:
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
-            stored: Any = partial(self._catalog.source, source)
+            stored: Any = partial(self._catalog.stored, source)
             return _quantized_later(
                 tensor.scheme, tensor.shape, tensor.axis, lambda: stored().data, lambda: stored().scale
             )

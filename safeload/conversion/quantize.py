@@ -31,7 +31,7 @@ from .catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
 
 SchemeName: TypeAlias = Literal[
     "int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
-    "tq1_0", "tq2_0",
+    "nvfp4", "tq1_0", "tq2_0",
 ]  # fmt: skip
 Rounding: TypeAlias = Literal["absmax", "ggml"]
 
@@ -63,6 +63,8 @@ def quantize(
       reference.
     - "iq4_nl": blocks of 32 with 4-bit indices into a table of 16 numbers. "iq4_xs": super-blocks of 8 such runs with
       6-bit scales. "mxfp4": blocks of 32 with 4-bit floats and a power of two as scale.
+    - "nvfp4": blocks of 64 with 4-bit floats, in which 4 runs of 16 have a scale of float8_e4m3fn. As in llama.cpp's
+      reference, the tensor has no factor: runs with absmax below 0.0058 become 0, and magnitudes above 2688 are cut.
     - "tq1_0", "tq2_0": super-blocks of 256 of the codes -1, 0 and 1, for weights that are ternary already, such as
       those of BitNet; d = absmax.
     - "bitnet": the codes -1, 0 and 1 that training computes from the master weights of BitNet b1.58, value code * m
@@ -73,14 +75,14 @@ def quantize(
 
     Args:
         x: array of real numbers, or anything that NumPy can convert to an array. For block types the last axis must be
-            a multiple of 32, for "q2_k" to "q6_k", "iq4_xs", "tq1_0" and "tq2_0" of 256.
+            a multiple of 32, for "nvfp4" of 64, for "q2_k" to "q6_k", "iq4_xs", "tq1_0" and "tq2_0" of 256.
         scheme: see above.
         axis: for int8: the axis to give a scale per element; None for a single scale.
         rounding: for "q4_0": "absmax" (the default) or "ggml". "q8_0" accepts both, with equal results; other block
             types accept "ggml".
         importance: how much each column matters, such as the mean square of its inputs: finite numbers >= 0 of shape
             [columns], or for a stack of matrices [matrices, columns]. The bytes then match those of llama.cpp with an
-            importance matrix. "q8_0", "mxfp4", "tq1_0" and "tq2_0" have no choice and ignore it, as in llama.cpp.
+            importance matrix. "q8_0", "mxfp4", "nvfp4", "tq1_0" and "tq2_0" have no choice and ignore it, as there.
         out: quantized tensor to fill, with the scheme, shape and axis of the result; None for a new one. It is left
             unchanged if a value is refused.
         threads: None: chosen automatically.

@@ -226,6 +226,7 @@ SCHEMES = {
         _blocks("iq4_nl", ggml=lib.SL_IQ4_NL),
         _blocks("iq4_xs", fallback="iq4_nl", ggml=lib.SL_IQ4_XS),
         _blocks("mxfp4", weighted=False, ggml=lib.SL_MXFP4),
+        _blocks("nvfp4", weighted=False, ggml=lib.SL_NVFP4),
         _blocks("tq1_0", fallback="q4_0", weighted=False, ggml=lib.SL_TQ1_0),
         _blocks("tq2_0", fallback="q4_0", weighted=False, ggml=lib.SL_TQ2_0),
     )

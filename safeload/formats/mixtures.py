@@ -56,7 +56,7 @@ _image_data = partial(read_data, __name__, "image_types.json")
 
 FILE_TYPE = "general.file_type"
 # Its numbers of dtypes, in enum llama_ftype of https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h.
-_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32}
+_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 32, "nvfp4": 39}
 QUANTIZATION_VERSION = "general.quantization_version"
 FILE_KEYS = (FILE_TYPE, QUANTIZATION_VERSION)
 # The version of ggml's block layouts, which llama.cpp writes into every quantized file.
@@ -287,8 +287,13 @@ def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[t
     return {**{key: value for key, value in metadata.items() if key not in last}, **last}
 
 
-def with_updated_file_type(metadata: Mapping[Any, Any], tensors: Iterable[Any]) -> Mapping[Any, Any]:
-    """Return metadata with its file type number, if it has one, updated for the tensors to write."""
+def with_updated_file_type(
+    metadata: Mapping[Any, Any], tensors: Iterable[Any], *, copies: bool = False
+) -> Mapping[Any, Any]:
+    """Return metadata with its file type number, if it has one, updated for the tensors to write.
+
+    Like llama.cpp's converter, it names the blocks of a source that are only copied even if they are few.
+    """
     if FILE_TYPE not in metadata:
         return metadata
     elements: Counter[str] = Counter()
@@ -297,6 +302,8 @@ def with_updated_file_type(metadata: Mapping[Any, Any], tensors: Iterable[Any]) 
             elements[getattr(tensor, "scheme", None) or tensor.dtype.name] += math.prod(tensor.shape)
     # The type of most weights decides. If it has no number, the metadata loses the key.
     commonest = max(elements, key=elements.__getitem__, default=None)
+    if copies:
+        commonest = next((blocks for blocks in ("nvfp4", "mxfp4") if blocks in elements), commonest)
     # K-quants have a number for each mixture; the lowest is that of a single type (S).
     mixtures = [row.number for row in file_types().values() if row.base == commonest]
     number = min(mixtures) if mixtures else _NUMBERS.get(commonest or "")

@@ -572,6 +572,8 @@ class ModelFamily(NamedTuple):
             supported.
         engines: True if whole models can be written in the formats of engines, such as "w4a16".
         mlx: True if folders of mlx-lm can be converted to other formats.
+        way_back: True if `safeload.convert` makes folders for transformers of GGUF files.
+        mmproj: True if it writes vision and audio towers for llama.cpp; no family has that yet.
 
     Example:
         >>> import safeload
@@ -587,6 +589,8 @@ class ModelFamily(NamedTuple):
     gguf: str
     engines: bool
     mlx: bool
+    way_back: bool
+    mmproj: bool
 
 
 @public
@@ -602,7 +606,13 @@ def families() -> list[ModelFamily]:
     """
     listed = []
     for name, family in family_files().items():
+        if family.variant_of is not None:
+            continue
         gguf = family.gguf.architecture if family.in_gguf else ""
-        names = family.about, family.architectures, family.model_types
-        listed.append(ModelFamily(name, *names, family.has_schema, gguf, family.in_engines, family.in_mlx))
+        # A file has the language model of a wrapper, which may have no class of its own.
+        way_back = bool(gguf) and not family.architectures[0].endswith(("ForConditionalGeneration", "TextModel"))
+        names = name, family.about, family.architectures, family.model_types
+        listed.append(
+            ModelFamily(*names, family.has_schema, gguf, family.in_engines, family.in_mlx, way_back, mmproj=False)
+        )
     return listed

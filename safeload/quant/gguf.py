@@ -9,11 +9,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from ..core import dtypes, packing, weight_file
-from ..core.packing import CODES, SCALE, Grid, Packed, Packing, Part
+import numpy as np
+
+from ..core import dtypes, jobs, packing, weight_file
+from ..core.arrays import Array
+from ..core.packing import CODES, GLOBAL, SCALE, Grid, Packed, Packing, Part
+from ..core.restore import read_part
+from ..core.text import error_about
+from ..errors import UnsupportedError
 from .families import Family
-from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale
-from .quantization import GGUF
+from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale, parsed
+from .quantization import GGUF, quantization_of
 
 # The configuration of these tensors in a safetensors file, which stores the bytes of blocks as U8.
 _CONFIG = f'{{"quantization_config": {{"quant_method": "{GGUF}"}}}}'
@@ -75,6 +81,81 @@ def ternary(files: Iterable[weight_file.WeightFile]) -> Iterator[tuple[str, tupl
             codes = Part(name, file, _U8, (*shape[:-1], packed.row_bytes), begin, middle)
             scale = Part(f"{name}_scale", file, _F32, (), middle, middle + _F32.block_bytes)
             yield name, (name, Packed(packed, {CODES: codes, SCALE: scale}))
+
+
+# ---- codes of E2M1 in other formats, as blocks of the same codes and scales ----
+
+# Block types by the columns and the dtype of a scale; the rules of the scales; and the largest scale that is a number.
+_BLOCKS: dict[tuple[int, str], tuple[str, tuple[str, ...], int]] = {
+    (32, "F8_E8M0"): ("mxfp4", (packing.STORED,), 0xFE),
+    (16, "F8_E4M3"): ("nvfp4", (packing.STORED, packing.MULTIPLIED, packing.DIVIDED), 0x7E),
+}
+
+
+def _key_of(packed: Packed) -> tuple[int, str]:
+    """Return the columns and the dtype of a scale, if two codes of E2M1 fill each byte of a row."""
+    kind, grid = packed.packing, packed.packing.grid
+    in_rows = kind.layout == packing.ROWS and kind.numbers == "e2m1" and 2 * kind.row_bytes == kind.columns
+    if not in_rows or kind.high_first or kind.flat or grid is None or grid.row_block != 1:
+        return 0, ""
+    return grid.column_block, kind.scale_dtype or packed.parts[SCALE].row.code
+
+
+def block_type(packed: Packed) -> str | None:
+    """Return the block type that holds the codes and the scales of blocks of a packed tensor unchanged, or None."""
+    kind, (name, rules, _) = packed.packing, _BLOCKS.get(_key_of(packed), ("", (), 0))
+    factors = math.prod(packed.parts[GLOBAL].shape) if GLOBAL in packed.parts else 1
+    fits = kind.scale_rule in rules and kind.factor == 1 and factors in (1, kind.matrices)
+    sides = (kind.columns, kind.rows) if kind.transpose else (kind.rows, kind.columns)
+    whole = fits and kind.shape[-2:] == sides and not packed.parts.keys() - {CODES, SCALE, GLOBAL}
+    return name if whole and kind.columns % dtypes.BLOCK_TYPES[name].block == 0 else None
+
+
+def blocks_in(packed: Packed, item: int | None) -> Array:
+    """Return a matrix of a packed tensor, or all, as rows of blocks: bytes [..., rows, bytes of a row]."""
+    kind, (width, dtype) = packed.packing, _key_of(packed)
+    name, _, largest = _BLOCKS[width, dtype]
+    count, per_block, half = (kind.matrices if item is None else 1), dtypes.BLOCK_TYPES[name].block // width, width // 2
+
+    def read(role: str, row_bytes: int) -> Array:
+        size = kind.rows * row_bytes
+        return read_part(packed.parts[role], (item or 0) * size, count * size)
+
+    scales, codes = read(SCALE, kind.columns // width), read(CODES, kind.row_bytes).reshape(-1, half)
+    # The sign of a scale of 0 is nothing.
+    scales = np.where(scales == 0x80, 0, scales) if name == "nvfp4" else scales
+    if (scales > largest).any():
+        text = f"has the scale of a block that is negative or no number, which {name} cannot hold: pass dtype="
+        raise error_about(UnsupportedError, text, tensor=packed.parts[SCALE].name)
+    nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(-1, width)
+    halves = (nibbles[:, :half] | nibbles[:, half:] << 4).reshape(-1, per_block * half)
+    blocks = np.concatenate([scales.reshape(-1, per_block), halves], axis=1)
+    lead = kind.shape[:-2] if item is None else ()
+    return blocks.reshape(*lead, kind.rows, -1)
+
+
+def tensor_scale(packed: Packed) -> Array:
+    """Return the f32 factors of a packed tensor's block scales: one, or one per matrix."""
+    part = packed.parts.get(GLOBAL)
+    if part is None:
+        return np.ones(1, np.float32)
+    scale = numbers_in(part)
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / scale if packed.packing.scale_rule == packing.DIVIDED else scale
+
+
+def numbers_in(part: Part) -> Array:
+    """Return the numbers of a small part as f32."""
+    return jobs.native_order(read_part(part).view(dtypes.array_dtype(part.row.number))).astype(np.float32)
+
+
+def algorithm_of(packed: Packed, name: str) -> object:
+    """Return the name that ModelOpt gives the quantization of a tensor, or None."""
+    quantization = quantization_of(parsed(packed.packing.config.encode(), name))
+    if quantization is None:
+        return None
+    own = quantization.own(name.removesuffix(".weight")) or {}
+    return own.get("quant_algo") or quantization.values.get("quant_algo")
 
 
 _nvfp4 = partial(_scaled, row=_NVFP4, label="nvfp4")

@@ -11,7 +11,7 @@ COUNT = ROWS * COLUMNS
 # Numbers of ggml's types.
 TYPES = {
     "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14,
-    "iq4_nl": 20, "iq4_xs": 23, "tq1_0": 34, "tq2_0": 35, "mxfp4": 39,
+    "iq4_nl": 20, "iq4_xs": 23, "tq1_0": 34, "tq2_0": 35, "mxfp4": 39, "nvfp4": 40,
 }  # fmt: skip
 
 

@@ -24,9 +24,19 @@ def weights(name, shape):
     return ((random.random(shape) * 2 - 1) * scale * 1.7 + offset).astype(ml_dtypes.bfloat16)
 
 
-def listed():
-    """The models of ``models.json`` by name; "reference" is the result of llama.cpp's converter."""
-    return json.loads((DATA / "models.json").read_text(encoding="utf-8"))
+def codes(name, dtype, shape):
+    """Random codes, or scales as quantizers write them: no NaN and no sign in float8."""
+    random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    if dtype == "F32":
+        return (random.random(shape) * 3 + 0.5).astype(np.float32)
+    if dtype == "F8_E4M3":
+        return random.integers(0, 127, shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return random.integers(*((110, 130) if "scale" in name else (0, 256)), shape, np.uint8)
+
+
+def listed(file="models.json"):
+    """The models of a file by name; "reference" is the result of llama.cpp's converter."""
+    return json.loads((DATA / file).read_text(encoding="utf-8"))
 
 
 def plain():
@@ -46,7 +56,11 @@ def pre_tokenizers():
 
 
 def tensors_of(model):
-    return {name: weights(name, shape) for name, shape in model["tensors"].items()}
+    """The tensors by name; codes have a dtype before their shape."""
+    return {
+        name: codes(name, shape[0], shape[1:]) if isinstance(next(iter(shape), 0), str) else weights(name, shape)
+        for name, shape in model["tensors"].items()
+    }
 
 
 def write_folder(folder, model, tensors=None):
@@ -81,9 +95,21 @@ def described(path):
         metadata = {key: comparable(value) for key, value in file.metadata.items() if not key.startswith("safeload.")}
         tensors = {}
         for name in file:
-            array = np.ascontiguousarray(file[name])
+            array = file[name]
+            if isinstance(array, safeload.QuantizedTensor):  # in blocks, with their own scales and those beside them
+                parts = {part: np.ascontiguousarray(data) for part, data in array.parts.items()}
+                tensors[name] = [
+                    array.scheme,
+                    list(array.shape),
+                    *(digest(parts[part].tobytes()) for part in sorted(parts)),
+                ]
+                continue
+            array = np.ascontiguousarray(array)
             content = array.view(np.int32).ravel().tolist() if name.endswith("ssm_a") else digest(array.tobytes())
             tensors[name] = [str(array.dtype), list(array.shape), content]
+        content = path.read_bytes() if file.ignored else b""
+        for name, part in file.ignored.items():  # factors of activations
+            tensors[name] = [part.row.code, list(part.shape), digest(content[part.begin : part.end])]
     return {"metadata": metadata, "tensors": tensors}
 
 

@@ -77,6 +77,38 @@ def test_blocks_too_small_for_mxfp4_have_no_nan(tier):
     np.testing.assert_array_equal(values, np.where(np.arange(64) < 32, np.float32(2.0**-126), 0))
 
 
+def ue4m3(x):
+    """ggml's codes of E4M3 for numbers of at least 0: halves up, from 256 on the largest."""
+    mantissa, exponent = np.frexp(x)  # x = (1 + m / 8) * 2^e, with e = exponent - 1
+    normal = (np.floor((2 * mantissa - 1) * 8 + 0.5) + 8 * (exponent + 6)).astype(np.int64)
+    normal = np.where((x >= 256) | (normal > 0x77), 0x7E, normal)
+    small = np.minimum(x, np.float32(1)) * np.float32(512)
+    return np.where(x < 2.0**-6, np.minimum(np.floor(small + np.float32(0.5)), 7), normal).astype(np.uint8)
+
+
+def nvfp4(x):
+    """quantize_row_nvfp4_ref of ggml, in NumPy."""
+    runs = x.reshape(-1, 4, 16)
+    codes = ue4m3(np.abs(runs).max(-1) / np.float32(6))
+    scale = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / 2
+    numbers = np.float32([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+    errors = np.abs(numbers[:, None, None, None] * scale[..., None] - runs)
+    nearest = errors.argmin(0).astype(np.uint8)  # the first of several
+    pairs = nearest[..., :8] | nearest[..., 8:] << 4
+    return np.concatenate([codes, pairs.reshape(-1, 32)], axis=1)
+
+
+@pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
+def test_nvfp4_is_its_formula(tier):
+    scales = 2.0 ** rng.uniform(-30, 14, (512, 16)).repeat(16, axis=1)
+    random = np.float32(rng.standard_t(3, (512, 256)) * scales)
+    random[:8] = np.float32([0, 2.0**-149, 448 * 6, 449 * 6, 255 * 6, 256 * 6, 1e30, 3e38])[:, None]
+    random[8:12] = np.arange(256) * np.float32([0.25, 0.125, 6, 12.5])[:, None]
+    for x in (random, *KINDS.values()):
+        blocks = quantize(tier, "nvfp4", x, None)
+        np.testing.assert_array_equal(blocks.reshape(-1, 36), nvfp4(x))
+
+
 def test_no_quantization_with_importance_of_other_types():
     x, weights = np.ones((1, 64), np.float32), np.ones(64, np.float32)
     for number, columns in ((lib.SL_Q8_0, 64), (lib.SL_Q4_K, 64), (lib.SL_Q4_0, 40), (-1, 64)):
@@ -118,7 +150,7 @@ def test_a_row_longer_than_a_buffer():
 
 def test_types_without_a_choice_ignore_importance():
     x = rng.standard_normal((2, 512)).astype(np.float32)
-    for scheme in ("q8_0", "mxfp4", "tq1_0", "tq2_0"):
+    for scheme in ("q8_0", "mxfp4", "nvfp4", "tq1_0", "tq2_0"):
         assert safeload.quantize(x, scheme, importance=np.zeros(512)) == safeload.quantize(x, scheme)
 
 
@@ -148,7 +180,7 @@ def test_wrong_importance(scheme, options, message):
         safeload.quantize(np.ones((2, 3, 256), np.float32), scheme, **options)
 
 
-@pytest.mark.parametrize("scheme", [*WEIGHTED, "mxfp4", "tq1_0", "tq2_0"])
+@pytest.mark.parametrize("scheme", [*WEIGHTED, "mxfp4", "nvfp4", "tq1_0", "tq2_0"])
 @pytest.mark.parametrize(("bad", "called"), [(np.nan, "nan"), (np.inf, "infinity"), (-np.inf, "minus infinity")])
 def test_what_is_not_finite_is_told_by_its_index(scheme, bad, called):
     x = rng.standard_normal((2, 3, 512)).astype(np.float32)

@@ -18,9 +18,9 @@ def test_the_list_says_what_each_family_is_known_for():
     assert list(families) == sorted(families)
     assert families["llama"][2:4] != ((), ())
     known = {name: family[4:] for name, family in families.items()}
-    assert known["qwen3_moe"] == (True, "qwen3moe", True, True)
-    assert known["gemma"] == (False, "gemma", False, True)
-    assert known["bert"] == (True, "", False, False)
+    assert known["qwen3_moe"] == (True, "qwen3moe", True, True, True, False)
+    assert known["gemma"] == (False, "gemma", False, True, True, False)
+    assert known["bert"] == (True, "", False, False, False, False)
 
 
 def test_every_schema_of_the_list_has_its_name():
@@ -32,7 +32,10 @@ def test_every_schema_of_the_list_has_its_name():
 def test_the_command_prints_the_list(capsys):
     assert main(["families"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["family", "schema", "llama.cpp", "engines", "MLX", "models"]
+    head = ["family", "class", "schema", "llama.cpp", "way back", "MLX", "engines", "mmproj", "models"]
+    assert re.split(" {2,}", lines[0].strip()) == head
+    qwen = next(line for line in lines if line.startswith("qwen3_moe "))
+    assert re.split(" {2,}", qwen)[1:8] == ["Qwen3MoeForCausalLM", "yes", "qwen3moe", *["yes"] * 3, "no"]
     assert lines[-1] == f"{len(safeload.families())} families"
     assert main(["families", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {

@@ -55,7 +55,7 @@ def test_fp8_as_a_scheme_names_the_formats_with_scales(scheme, file, capsys):
 NEAREST = {
     "nf4": "bnb_nf4",
     "fp4": "bnb_fp4",
-    "nvfp": "nvfp4a16",
+    "nvfp": "nvfp4",
     "mxfp8": "mlx-mxfp8",
     "awq": "w4a16_asym",
     "GPTQ": "w4a16",
@@ -88,7 +88,7 @@ def test_an_unknown_scheme_shows_the_five_nearest(scheme, file):
         ("nf4", "bnb_nf4"), ("tq1_0", "tq1_0"),
         ("w4a16", "w4a16"), ("fp8_dynamic", "fp8_dynamic"), ("mlx4", "mlx4"), ("int4", "w4a16"), ("awq", "w4a16_asym"),
         ("iq4_nl", "iq4_nl"), ("mxfp4", "mxfp4"), ("4bit", "w4a16"), ("bnb_nf4", "bnb_nf4"), (ml_dtypes.int4, "w4a16"),
-        ("nvfp4", "nvfp4a16"),
+        ("nvfp4", "nvfp4"),
     ],
 )  # fmt: skip
 def test_a_scheme_as_a_dtype_names_quantize(dtype, scheme, file, capsys):

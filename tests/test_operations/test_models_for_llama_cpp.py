@@ -121,9 +121,50 @@ def test_raw_writes_tensors_under_their_own_names(folder, tmp_path, caplog):
 
 
 def test_a_model_is_written_whole(folder):
-    source = folder("llama3")
+    source = folder("llama2")
     for option in ({"only": "*q_proj*"}, {"drop": "lm_head*"}, {"names": ["lm_head.weight"]}, {"rename": {"a": "b"}}):
         refused(source, "no complete model", ValueError, **option)
+    refused(source, "drop= would leave no complete model: .*lm_head.weight.* is missing", ValueError, drop="lm_head*")
+    missing = "tensors are missing: llama.cpp needs 'blk.1.ffn_up.weight' .*; pass raw=True"
+    refused(source, missing, ValueError, drop="*.1.mlp.up_proj.weight")
+    refused(source, "llama.cpp needs 'token_embd.weight'", ValueError, drop="*embed_tokens*")
+    refused(folder("mixtral"), "expert 2 is missing", ValueError, drop="*.1.*.experts.2.w1.weight")
+    refused(source, "matches none of", safeload.SafeloadError, drop="mtp*")
+
+
+def test_a_selection_may_leave_a_complete_model(folder, tmp_path):
+    safeload.convert(folder("qwen3_5", tensors=dict.fromkeys(MTP)), tmp_path / "without.gguf")
+    tensors = llama_models.tensors_of(MODELS["qwen3_5"])
+    source = llama_models.write_folder(tmp_path / "all" / "qwen3_5", MODELS["qwen3_5"], tensors)
+    selections = ({"drop": "mtp*"}, {"only": "model.*"}, {"names": [name for name in tensors if name not in MTP]})
+    for option in selections:
+        safeload.convert(source, tmp_path / "x.gguf", overwrite=True, **option)
+        assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "without.gguf").read_bytes()
+    safeload.convert(source, tmp_path / "x.gguf", overwrite=True, drop="mtp*", quantize={"*attn_q*": "q8_0", "*": None})
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.tensors["blk.3.attn_q.weight"].dtype == "Q8_0"
+
+
+def test_scales_of_the_cache_and_buffers_are_left_out(folder, tmp_path, caplog):
+    """The converter leaves out the first for some quantizations, and the second always."""
+    scale, layer = np.ones(1, np.float32), "model.layers.0.self_attn."
+    extra = {f"{layer}k_scale": scale, f"{layer}v_scale": scale, f"{layer}attn.kv_scale": scale}
+    extra |= {f"{layer}k_cache_scale": scale, f"{layer}rotary_emb.inv_freq": scale}
+    safeload.convert(folder("qwen3"), tmp_path / "plain.gguf")
+    source = llama_models.write_folder(
+        tmp_path / "more" / "qwen3", MODELS["qwen3"], llama_models.tensors_of(MODELS["qwen3"]) | extra
+    )
+    safeload.convert(source, tmp_path / "x.gguf")
+    assert (tmp_path / "x.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
+    assert "left out (scales of the KV cache)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["v_head.summary.weight", "score.weight"])
+def test_other_heads_are_refused_but_can_be_dropped(name, folder, tmp_path):
+    source = folder("llama3", tensors={name: np.zeros((1, 64), np.float32)})
+    refused(source, f"'{name}': llama.cpp's llama has no such tensor; drop= leaves tensors out")
+    safeload.convert(source, tmp_path / "x.gguf", drop=name)
+    assert safeload.check(tmp_path / "x.gguf").errors == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core import dtypes
+from ...core.arrays import Array
 from ...core.files import Location, read_if_there
 from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
@@ -29,8 +30,9 @@ from ...models.family import (
 )
 from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS, NUMBER, language_of
+from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .settings import ModelConfig, config_of, form_of, settings_of
 from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
@@ -65,6 +67,11 @@ SINGLE, FUSED = "single", "fused"
 
 # Suffixes of buffers that llama.cpp computes itself.
 _BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
+# What every family leaves out, with the reason.
+_LEFT_OUT = {
+    f"*.{name}": "scales of the KV cache"
+    for name in ("k_scale", "v_scale", "kv_scale", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor")
+}
 # Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
 _LANGUAGE = "language_model."
 _TOWERS = (
@@ -83,8 +90,11 @@ _SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 _MOST_SHOWN = 3
 
 
-def to_llama_cpp(catalog: Catalog) -> Catalog:
-    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class.
+
+    With ``blocks``, packed codes stay in the block types of ggml that hold them unchanged.
+    """
     name, form = gguf_form(catalog.config)
     if name is None or catalog.format == "gguf":
         return catalog
@@ -100,12 +110,15 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
         raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
     rows = embedding.shape[0]
+    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
+    check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
     home = catalog.folder  # with the files beside the weights
     if home is None:
         file = catalog.weight_files[0]
         home = Location(file.files, file.files.split(file.place)[0])
     files = TokenizerFiles(home)
     tokens = tokenizer_keys(files, config, form, rows)
+    recipes, extra = _in_blocks(catalog, recipes, form.architecture) if blocks else (recipes, {})
     pooling = _pooling(files) if form.pooling else None
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
@@ -117,16 +130,88 @@ def to_llama_cpp(catalog: Catalog) -> Catalog:
         **({} if pooling is None else {f"{form.architecture}.{_POOLING}": gguf.U32(pooling)}),
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+        **extra,
         **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
         **({_NAME_PREFIX: ""} if form.prefix and form.embedding in catalog else {}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
-    check_tensors(shapes, settings, rows, catalog.title, form)
     return RestructuredCatalog(
         catalog, recipes, metadata=metadata, format="gguf", kept_f32=filter(is_kept_f32, recipes)
     )
+
+
+# ---- codes that stay as they are ----
+
+_SCALED = "nvfp4"  # the block type with factors in tensors beside it
+# Architectures whose graph multiplies by all factors of the language model: src/models of llama.cpp.
+_APPLIES_FACTORS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
+_A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
+
+
+def _in_blocks(
+    catalog: Catalog, recipes: Mapping[str, TensorRecipe], architecture: str
+) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
+    """Return recipes that keep the codes of packed sources, and the metadata about them."""
+    result: dict[str, TensorRecipe] = {}
+    precise, ignored = [], []  # tensors whose activations must have more than 4 bits; whose factors have no effect
+    for name, recipe in recipes.items():
+        kind = None if is_kept_f32(name) else _block_type(catalog, recipe)
+        beside: dict[str, TensorRecipe] = {}
+        if kind == _SCALED:
+            experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
+            for suffix, values in zip(SCALES_BESIDE, zip(*_factors(catalog, recipe), strict=True), strict=True):
+                factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
+                if (factors != 1).any():
+                    beside[name.removesuffix(".weight") + suffix] = TensorRecipe((experts,), (), constant=factors)
+            applied = architecture in _APPLIES_FACTORS and name not in mixtures.EMBEDDINGS
+            if not applied and name.removesuffix(".weight") + SCALES_BESIDE[0] in beside:
+                ignored.append(name)
+                kind, beside = None, {}
+        result |= {name: recipe._replace(blocks=kind), **beside}
+        if kind == _SCALED:
+            source = recipe.moves[0].source
+            packed = catalog.packed(source)
+            precise += [name] if packed is not None and algorithm_of(packed, source) == "W4A16_NVFP4" else []
+    if ignored:
+        text = "%s: dequantized, because llama.cpp's %s ignores the factors of NVFP4: %s"
+        warning(text, catalog.title, architecture, _some_of(ignored))
+    return result, dict(zip(_A4, (sorted(precise), [False] * len(precise)), strict=True)) if precise else {}
+
+
+def _block_type(catalog: Catalog, recipe: TensorRecipe) -> str | None:
+    """Return the block type that holds the codes of all sources unchanged, or None."""
+    kinds = set()
+    for move in recipe.moves:
+        packed, places = catalog.packed(move.source), move.arrangement
+        if packed is None or (packed.packing.columns, packed.packing.transpose) != (
+            recipe.shape[-1],
+            move.read.transposed,
+        ):
+            return None
+        if places is not None and (
+            places.rows is None or places.columns is not None or places.transposed or places.computes
+        ):
+            return None
+        kinds.add(block_type(packed))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    # A matrix has one factor.
+    return None if kind == _SCALED and len(recipe.moves) not in (1, *recipe.shape[:-2]) else kind
+
+
+def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Array]]:
+    """Yield the factors of the scales, and of the activations, of the matrices that each move makes."""
+    for move in recipe.moves:
+        packed, module = catalog.packed(move.source), move.source.removesuffix(".weight")
+        assert packed is not None
+        scale, own = tensor_scale(packed), np.ones(1, np.float32)
+        if f"{module}.input_scale" in catalog.ignored:
+            own = numbers_in(catalog.ignored[f"{module}.input_scale"])
+        elif f"{module}.input_global_scale" in catalog.ignored:
+            own = np.float32(1) / numbers_in(catalog.ignored[f"{module}.input_global_scale"])
+        item = slice(None) if move.read.item is None or scale.size == 1 else slice(move.read.item, move.read.item + 1)
+        yield scale[item], own
 
 
 # ---- name, size and settings of sampling ----
@@ -343,6 +428,7 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
     multimodal = _has_towers(catalog.config or {})
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
+    reasons = {**form.left_out, **_LEFT_OUT}
     for name, stored in stored_names(catalog, catalog.title).items():
         bare = name.replace(_LANGUAGE, "")
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
@@ -355,7 +441,7 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
                 number = config.integer(layer) + own if PLACE in place else 0
                 bare = place.replace(PLACE, str(number)) + bare[match.end() :]
                 break
-        reason = next((why for text, why in form.left_out.items() if fnmatchcase(bare, text)), None)
+        reason = next((why for text, why in reasons.items() if fnmatchcase(bare, text)), None)
         if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
             layers = config.integer(form.kept_layers)
             reason = f"llama.cpp has {layers} layers" if int(numbers[0]) >= layers else reason
@@ -532,7 +618,9 @@ def _part(layout: GgufLayout, rows: int, expert: int) -> TensorView:
 
 def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
     if unknown:
-        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; raw=True writes the tensors as they are"
+        advice = "raw=True writes the tensors as they are"
+        advice = advice if holder == "transformers" else f"drop= leaves tensors out, {advice}"
+        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; {advice}"
         raise UnsupportedError(text, tensor=unknown[0])
 
 

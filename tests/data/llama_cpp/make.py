@@ -998,9 +998,60 @@ def prediction_layer(shapes, config):
     return {**more, f"{layer}eh_proj.weight": [size, 2 * size]}
 
 
+# Models in codes: the model without these, the settings, and the matrices in codes.
+_CT_NVFP4 = {
+    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized", "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "group_size": 16, "strategy": "tensor_group", "symmetric": True, "type": "float",
+            },
+        }
+    },
+}  # fmt: skip
+PACKED = {
+    "gpt_oss_mxfp4": ("gpt_oss", {}, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    "llama_nvfp4": (
+        "llama2",
+        {"intermediate_size": 128},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    ),
+    "qwen3_w4a16_nvfp4": (
+        "qwen3",
+        {"intermediate_size": 128, "head_dim": 32},
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]},
+    ),
+    "qwen3_moe_nvfp4": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 64}, _CT_NVFP4),
+}
+
+
+def packed(shapes, method):
+    """Return the tensors of a model whose linear layers are in codes."""
+    result = {}
+    for name, shape in shapes.items():
+        module, (rows, columns) = name.removesuffix(".weight"), shape if len(shape) == 2 else (0, 0)
+        if method == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks = [shape[0], shape[2], shape[1] // 32]
+            result |= {f"{name}_blocks": ["U8", *blocks, 16], f"{name}_scales": ["U8", *blocks]}
+        elif method == "mxfp4" or not name.endswith("_proj.weight"):
+            result[name] = shape
+        else:
+            codes, scales = ["U8", rows, columns // 2], ["F8_E4M3", rows, columns // 16]
+            modelopt = method == "modelopt"
+            result |= {f"{module}.weight{'' if modelopt else '_packed'}": codes, f"{module}.weight_scale": scales}
+            both = ("weight_scale_2", "input_scale") if modelopt else ("weight_global_scale", "input_global_scale")
+            result |= {f"{module}.{part}": ["F32"] if modelopt else ["F32", 1] for part in both}
+            if modelopt and module.endswith(("k_proj", "v_proj")):
+                result[f"{module}.{module[-6]}_scale"] = ["F32"]
+    return result
+
+
 def config_of(name):
     """Return config and tensor shapes of a model, as transformers writes them."""
-    model_class, config_class, tokenizer, settings, *published = MODELS[name]
+    base, codes, quantization = PACKED.get(name, (name, {}, {}))
+    model_class, config_class, tokenizer, settings, *published = MODELS[base]
+    settings = {**settings, **codes}
     has = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
     inner = settings.get("text_config")  # of a model of text and images; with its sizes, it has all keys to publish
     sizes = {key: value for key, value in _SIZES.items() if key in has or inner}
@@ -1030,6 +1081,8 @@ def config_of(name):
     saved["architectures"] = [PUBLISHED.get(name, each) for each in saved["architectures"]]
     changes, more = [*published, {}, {}][:2]
     saved = {key: value for key, value in {**saved, **changes}.items() if key not in changes or value is not None}
+    if quantization:
+        return {**saved, "quantization_config": quantization}, packed(shapes, quantization["quant_method"])
     return saved, {**shapes, **more, **{f"mtp.{key}": shape for key, shape in ADDED.get(name, {}).items()}}
 
 
@@ -1040,7 +1093,7 @@ def check_names(converter):
     assert names == llama_models.pre_tokenizers()["by_hash"]
 
 
-def reference(converter, folder, path, options=(), *, raw=False):
+def reference(converter, folder, path, options=(), *, raw=False, outtype="f32"):
     """Run llama.cpp's converter, which knows published tokenizers by their hash: ours have another.
 
     ``raw``: it reads the config as it is. Transformers 5 gives layers other names than published files and the
@@ -1073,7 +1126,7 @@ def reference(converter, folder, path, options=(), *, raw=False):
         "--outfile",
         str(path),
         "--outtype",
-        "f32",
+        outtype,
         *options,
     ]
     path = f"{converter}/gguf-py{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -1093,18 +1146,20 @@ def main(converter, names):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         maker(folder)
-    entries = llama_models.listed() if names else {}
-    for name in names or MODELS:
-        config, shapes = config_of(name)
-        entry = {"config": config, "tokenizer": MODELS[name][2], "tensors": shapes}
-        with tempfile.TemporaryDirectory() as folder:
-            source = llama_models.write_folder(Path(folder) / name, entry)
-            options, raw = OPTIONS.get(name, ()), len(MODELS[name]) > 4
-            reference(converter, source, Path(folder) / "reference.gguf", options, raw=raw)
-            entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
-        entries[name] = entry
-    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in MODELS if name in entries]
-    (HERE / "models.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    for file, made, outtype in (("models.json", MODELS, "f32"), ("packed.json", PACKED, "bf16")):
+        entries = llama_models.listed(file) if names else {}
+        for name in [name for name in names if name in made] if names else made:
+            config, shapes = config_of(name)
+            tokenizer = MODELS[PACKED[name][0] if name in PACKED else name][2]
+            entry = {"config": config, "tokenizer": tokenizer, "tensors": shapes}
+            with tempfile.TemporaryDirectory() as folder:
+                source = llama_models.write_folder(Path(folder) / name, entry)
+                options, raw = OPTIONS.get(name, ()), len(MODELS.get(name, ())) > 4
+                reference(converter, source, Path(folder) / "reference.gguf", options, raw=raw, outtype=outtype)
+                entry["reference"] = llama_models.described(Path(folder) / "reference.gguf")
+            entries[name] = entry
+        lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in made if name in entries]
+        (HERE / file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
