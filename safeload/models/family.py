@@ -213,7 +213,6 @@ class GgufForm:
         self._content = content = family["gguf"]
         self.class_name, self.model_type = class_name, model_types[0]  # of transformers
         self.model_types = model_types
-        self.classes: tuple[str, ...] = content.get("classes", ())
         self.renames: Mapping[str, tuple[str, str]] = content.get("renames", {})
         self.left_out: Mapping[str, str] = content.get("left_out", {})
         self.counted: Mapping[str, str] = content.get("counted", {})
@@ -386,6 +385,9 @@ class FamilyFile:
         self.in_mlx = "mlx" in own
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
         self.in_gguf = "gguf" in own
+        self.gguf_classes: tuple[str, ...] = own.get("gguf", {}).get("classes", ())
+        # Of language models, also of those inside another model.
+        self.gguf_types = {*self.model_types, own.get("gguf", {}).get("text_type")} - {None}
         # Otherwise llama.cpp runs it as the family that it is like.
         self.names_architecture = (
             self.in_gguf and "architecture" in own["gguf"] and own["gguf"].get("chosen_by") is None
@@ -502,22 +504,21 @@ def gguf_forms() -> dict[str, GgufForm]:
 
 
 @cache
-def _variants() -> list[GgufForm]:
-    return [family.gguf for family in family_files().values() if family.variant_of is not None]
+def _families_by_class() -> dict[str, FamilyFile]:
+    families = [family for family in family_files().values() if family.in_gguf and family.variant_of is None]
+    more = {name: family for family in families for name in family.gguf_classes}
+    return {**more, **{family.architectures[0]: family for family in families}}
 
 
-def _for_config(form: GgufForm, config: Mapping[str, Any]) -> GgufForm:
+def _for_config(family: FamilyFile, config: Mapping[str, Any]) -> GgufForm:
     """Return the variant of a family that a config needs, or the family itself."""
-    for variant in _variants():
-        with suppress(ConfigError):  # if the config is faulty, the family says so
-            if variant.class_name == form.class_name and Config(config, variant.defaults).evaluate(variant.when or "0"):
-                return variant
-    return form
-
-
-@cache
-def _forms_by_class() -> dict[str, GgufForm]:
-    return {**{name: form for form in gguf_forms().values() for name in form.classes}, **gguf_forms()}
+    for variant in family_files().values():
+        if variant.variant_of == family.name:
+            form = variant.gguf
+            with suppress(ConfigError):  # if the config is faulty, the family says so
+                if Config(config, form.defaults).evaluate(form.when or "0"):
+                    return form
+    return family.gguf
 
 
 def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | None]:
@@ -527,24 +528,23 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
     """
     if config is None:
         return None, None
-    known, inner = _forms_by_class(), language_of(config)
+    known, inner = _families_by_class(), language_of(config)
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
     model_type = inner.get("model_type")
+    of_type = [family for family in dict.fromkeys(known.values()) if model_type in family.gguf_types]
     for name in named:
         if name in known:
             own = known[name]
-            nested = inner is not config and name in listed_in(config)
-            of_type = [
-                each for each in gguf_forms().values() if nested and model_type in (*each.model_types, each.text_type)
-            ]
-            of_type.sort(key=lambda each: each.architecture != own.architecture)
+            if inner is config or name not in listed_in(config):
+                of_type = []  # the class is the language model's own
+            of_type.sort(key=lambda family: family.gguf.architecture != own.gguf.architecture)
             return name, _for_config((*of_type, own)[0], inner)
     if named or not isinstance(model_type, str):
         return (named[-1] if named else None), None
-    form = next((form for form in gguf_forms().values() if model_type in form.model_types), None)
-    if form is None:
+    family = next((family for family in of_type if model_type in family.model_types), None)
+    if family is None:
         return f"model_type {show(model_type)}", None
-    return form.class_name, _for_config(form, inner)
+    return family.architectures[0], _for_config(family, inner)
 
 
 @cache

@@ -34,8 +34,9 @@ from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
 from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
+from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, settings_of
-from .tokenizer import KEPT, MAX_PIECES, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
+from .tokenizer import KEPT, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
