@@ -8,11 +8,11 @@ A file is named after its family, and says of it what is needed to check, conver
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
   removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
-  fields, those of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
+  fields, fields of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
 - ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
-  config; an expression counts for null too. llama.cpp's converter writes them, and so does GGUF conversion.
+  config; an expression counts for null too. llama.cpp's converter writes such values too.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
 - ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
   stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
@@ -23,12 +23,12 @@ A file without ``architectures`` is a variant: another ``gguf`` of the family th
 The fields of ``gguf``:
 
 - ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower. The
-  ``model_type`` of the language model inside them chooses the family: one of this architecture, or else any.
+  ``model_type`` of the inner language model chooses the family: one of this architecture, or else any.
   ``text_type``: that of the language model, if it has another class of its own.
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
-  llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; layers after them, such
-  as those for multi-token prediction, are left out.
+  llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; later layers, such as
+  layers for multi-token prediction, are left out.
 - ``counted``: numbers in expressions over the config: one more than the highest layer number in the published names
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
@@ -72,10 +72,10 @@ The fields of ``gguf``:
   token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
   tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
   types that the tokenizer does not name. ``tokenizer``: "gemma4" for its kind.
-  ``suppress_tokens``: true to write those that ``generation_config.json`` has.
+  ``suppress_tokens``: true to write the key that ``generation_config.json`` has.
 - ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
-- ``complete``: true if tensors without which llama.cpp computes something else must be in a model that has them
-  according to its config.
+- ``complete``: true if tensors without which llama.cpp computes something else must be in a model whose config
+  implies such tensors.
 
 Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
@@ -176,7 +176,7 @@ class GgufLayout(NamedTuple):
     part: tuple[int, int] | None = None  # number of the part of the rows of each expert, and of the parts
     interleaved: bool = False  # rows of the parts alternate
     transposed: bool = False  # the published matrix of each expert is transposed
-    inputs: str | None = None  # expression of its columns: a matrix that has them is not transposed
+    inputs: str | None = None  # expression of its columns: a matrix with so many is not transposed
     row: bool = False  # the published tensor has an axis of size 1 more
     when: str | None = None  # an expression over the config; the published tensor goes elsewhere if it is 0
 
@@ -386,7 +386,7 @@ class FamilyFile:
         self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
         self.in_gguf = "gguf" in own
         self.gguf_classes: tuple[str, ...] = own.get("gguf", {}).get("classes", ())
-        # Of language models, also of those inside another model.
+        # Of language models, inside another model too.
         self.gguf_types = {*self.model_types, own.get("gguf", {}).get("text_type")} - {None}
         # Otherwise llama.cpp runs it as the family that it is like.
         self.names_architecture = (
@@ -447,15 +447,17 @@ def with_schema() -> dict[str, FamilyFile]:
     return {name: family for name, family in family_files().items() if family.has_schema}
 
 
+_LISTED = "`safeload families` lists the schemas"
+
+
 def load(name: Any) -> Schema:
     """Return a schema by name.
 
     Raises:
         ValueError: there is no such schema, or the name is a path or the content of a schema.
     """
-    listed = ", ".join(with_schema())
     if not isinstance(name, str):
-        raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; expected one of {listed}")
+        raise ValueError(f"schema must be the name of a built-in schema, got {show(name)}; {_LISTED}")
     if name in with_schema():
         return family_files()[name].schema
     advice = ""
@@ -467,7 +469,7 @@ def load(name: Any) -> Schema:
         plain = name.lower().replace("-", "_").replace(".", "_")
         for close in difflib.get_close_matches(plain[:100], with_schema(), n=1):
             advice = f", did you mean {show(close)}?"
-    raise ValueError(f"unknown schema {show(name)}{advice}; expected one of {listed}")
+    raise ValueError(f"unknown schema {show(name)}{advice}; {_LISTED}")
 
 
 # ---- engines ----

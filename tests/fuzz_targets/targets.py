@@ -675,7 +675,7 @@ def model_config(data):
     for source in model_families.gguf_forms().values():
         try:
             with watched():
-                _, factors = settings.settings_of(settings.ModelConfig(values, "m", source.keys), source)
+                _, factors = settings.settings_of(settings.ModelConfig(values, "m", source), source)
         except SafeloadError as error:
             check_refusal(error)
             continue

@@ -49,7 +49,6 @@ COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
 FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at"}
 
 # The name that messages list first.
-FIRST = min(BUILT_IN_SCHEMAS)
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
 
 
@@ -250,31 +249,34 @@ def test_numbers_in_names():
     ],
 )
 def test_a_name_that_is_not_one_of_a_schema(name, near):
-    with pytest.raises(ValueError, match=rf"; expected one of {FIRST}, .*, llama, .*, whisper$") as caught:
+    with pytest.raises(ValueError, match=r"; `safeload families` lists the schemas$") as caught:
         safeload.check({"w": np.ones(2)}, schema=name)
-    assert (f", did you mean {near!r}?" if near else f"unknown schema {name!r}; expected") in str(caught.value)
+    assert (f", did you mean {near!r}?" if near else f"unknown schema {name!r}; `safeload") in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [Path, str, lambda path: "./llama", lambda path: "llama.json"])
 def test_a_path_is_no_schema(make, tmp_path):
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(CONTENTS["llama"]))
-    with pytest.raises(ValueError, match=rf"built-in schema.*; expected one of {FIRST}, .*, whisper$"):
+    with pytest.raises(ValueError, match=r"built-in schema.*; `safeload families` lists the schemas$"):
         safeload.check({"w": np.ones(2)}, schema=make(path))
 
 
 @pytest.mark.parametrize("schema", [CONTENTS["llama"], {}, ["llama"], True, 0, b"llama"])
 def test_the_content_of_a_schema_is_no_schema(schema):
-    with pytest.raises(ValueError, match=rf"name of a built-in schema, got .*; expected one of {FIRST}") as caught:
+    with pytest.raises(ValueError, match=r"name of a built-in schema, got .*; `safeload families` lists") as caught:
         safeload.check({"w": np.ones(2)}, schema=schema)
-    assert len(str(caught.value)) < 1200
+    assert len(str(caught.value)) < 800
 
 
 def test_the_command_refuses_a_schema_file(tmp_path, capsys):
     safeload.save({"w": np.ones(2, np.float32)}, tmp_path / "a.safetensors")
     (tmp_path / "mine.json").write_text("{}")
     assert main(["check", str(tmp_path / "a.safetensors"), "--schema", str(tmp_path / "mine.json")]) == 2
-    assert f"only built-in schemas are supported, no files; expected one of {FIRST}, " in capsys.readouterr().err
+    assert (
+        "only built-in schemas are supported, no files; `safeload families` lists the schemas"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_guide_lists_every_schema():

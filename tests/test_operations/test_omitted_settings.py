@@ -2,10 +2,10 @@
 
 import pytest
 from builders import llama_models
+from builders.inside import model_families
+from builders.inside import settings as inner
 
 import safeload
-from safeload.conversion.llama_cpp.settings import ModelConfig, settings_of
-from safeload.models.family import gguf_forms
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -14,8 +14,8 @@ MODELS = llama_models.listed()
 
 def settings(name, **changes):
     config = {key: value for key, value in {**MODELS[name]["config"], **changes}.items() if value != "absent"}
-    form = gguf_forms()[config["architectures"][0]]
-    metadata, _ = settings_of(ModelConfig(config, "model", form), form)
+    form = model_families.gguf_forms()[config["architectures"][0]]
+    metadata, _ = inner.settings_of(inner.ModelConfig(config, "model", form), form)
     return {key.removeprefix(f"{form.architecture}."): value for key, value in metadata.items()}
 
 
@@ -63,10 +63,10 @@ def test_a_default_that_depends_on_a_missing_key_is_not_invented():
 
 def test_values_are_those_of_transformers():
     transformers = pytest.importorskip("transformers", "5.20")
-    forms = {form.model_type: form for form in gguf_forms().values() if form.omitted}
+    forms = {form.model_type: form for form in model_families.gguf_forms().values() if form.omitted}
     assert {"llama", "mistral", "qwen3", "gpt_oss"} <= forms.keys()
     for kind, form in forms.items():
         usual = transformers.AutoConfig.for_model(kind).to_dict()
-        config = ModelConfig({key: usual[key] for key in ("hidden_size",) if key in usual}, kind, form)
+        config = inner.ModelConfig({key: usual[key] for key in ("hidden_size",) if key in usual}, kind, form)
         usual |= {key: value for key, value in usual["rope_parameters"].items() if key == "rope_theta"}
         assert {key: config.values[key] for key in form.omitted} == {key: usual[key] for key in form.omitted}, kind

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 from builders import llama_models
+from builders.inside import model_families, tokenizer
 
 import safeload
-from safeload.conversion.llama_cpp.tokenizer import parse_model
-from safeload.models.family import gguf_forms
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -39,7 +38,7 @@ def merged(pieces):
 
 def sentencepiece_json(folder, normalizers, pre_tokenizer):
     """A `tokenizer.json` of the pieces in a folder."""
-    pieces = parse_model((folder / "tokenizer.model").read_bytes(), "x").pieces
+    pieces = tokenizer.parse_model((folder / "tokenizer.model").read_bytes(), "x").pieces
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None,
         "normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": pre_tokenizer,
@@ -201,7 +200,7 @@ def test_tekken_is_refused_by_name(content, match, tmp_path):
 def test_a_family_names_special_tokens_that_the_tokenizer_does_not(tmp_path, monkeypatch):
     source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
     before = metadata_of(source, tmp_path)
-    form = gguf_forms()["Qwen2ForCausalLM"]
+    form = model_families.gguf_forms()["Qwen2ForCausalLM"]
     monkeypatch.setattr(form, "special_tokens", {"eos": "<tool>", "eot": "<|im_end|>", "eom": "<|im_start|>"})
     after = metadata_of(source, tmp_path)
     assert after.pop("eot_token_id") == after["tokens"].index("<|im_end|>")

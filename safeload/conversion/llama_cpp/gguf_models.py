@@ -100,7 +100,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     if name is None or catalog.format == "gguf":
         return catalog
     if form is None:
-        text = f"architecture {show(name)} cannot be converted for llama.cpp; `safeload families` lists those that can"
+        text = f"architecture {show(name)} cannot be converted for llama.cpp; `safeload families` lists what can"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig({**(catalog.config or {}), **_counted(catalog, form)}, catalog.title, form)
@@ -154,7 +154,7 @@ _A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether a
 def _in_blocks(
     catalog: Catalog, recipes: Mapping[str, TensorRecipe], architecture: str
 ) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
-    """Return recipes that keep the codes of packed sources, and the metadata about them."""
+    """Return recipes that keep the codes of packed sources, and the metadata of these codes."""
     result: dict[str, TensorRecipe] = {}
     precise, ignored = [], []  # tensors whose activations must have more than 4 bits; whose factors have no effect
     for name, recipe in recipes.items():
@@ -295,7 +295,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     known = gguf_architectures()
     if architecture not in known:
         text = f"architecture {show(architecture)} cannot become a folder for transformers; `safeload families` lists "
-        raise UnsupportedError(f"{catalog.title}: {text}those that can; raw=True writes the tensors as they are")
+        raise UnsupportedError(f"{catalog.title}: {text}what can; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     notes: list[str] = []
     kept = kept_json(catalog, _CONFIG)  # by `to_llama_cpp`; None in a foreign file
@@ -409,7 +409,7 @@ def llama_cpp_recipes(
 
 
 def _is_added(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor of a layer after those of the config."""
+    """Return True for a tensor of a layer beyond the number in the config."""
     return any(int(number) >= config.size("block_count") for number in without_numbers(name)[1][:1])
 
 
@@ -425,7 +425,7 @@ def _counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
 
 
 def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
-    """Return the stored names of the tensors of the language model by those in the family's table."""
+    """Return the stored names of the language model's tensors by their names in the family's table."""
     multimodal = _has_towers(catalog.config or {})
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
@@ -529,7 +529,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         # Of the published tensors that llama.cpp joins, the last has fused experts.
         kind = experts.split()[-1 if " " in experts and _is_added(name, config) else 0]
         sources = [*form.layouts[pattern].items()]
-        if len(sources) > 1:  # without those that this config excludes
+        if len(sources) > 1:  # the config can exclude some
             sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
         place, layout = sources[-1 if kind == FUSED else 0]
         full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)

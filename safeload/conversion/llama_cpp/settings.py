@@ -112,7 +112,7 @@ class ModelConfig:
 
     @cached_property
     def _expressions(self) -> Config:
-        # Expressions find the settings of rotations below "rope", wherever a config has them.
+        # Expressions find the settings of rotations below "rope", wherever they stand in a config.
         return Config({**self.values, "rope": self.rope.full}, self._defaults)
 
     def fault(self, text: str) -> FormatError:
@@ -199,7 +199,7 @@ class ModelConfig:
         return float(value)
 
     def factors(self, steps: Iterable[Mapping[str, str]], rows: int) -> tuple[tuple[int, int, float], ...]:
-        """Return ranges of rows and their factors, without those of 1; ``a.0`` is item 0 of the list a."""
+        """Return ranges of rows and their factors other than 1; ``a.0`` is item 0 of the list a."""
         result = []
         for step in steps:
             name, _, item = step["key"].partition(".")

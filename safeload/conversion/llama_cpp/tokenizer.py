@@ -9,7 +9,7 @@ files are those of transformers:
    ``merges`` ("a b" or ["a", "b"], in order) and ``byte_fallback``; ``added_tokens`` has objects with ``id``,
    ``content``, ``special`` and ``normalized``.
 3. ``tekken.json``, if there is no ``tokenizer.json``: byte-level BPE of Mistral. ``vocab`` has objects with ``rank``
-   and ``token_bytes``, in base64, in order; ``special_tokens`` come before them and have ``rank`` and ``token_str``.
+   and ``token_bytes``, in base64, in order; ``special_tokens`` come first and have ``rank`` and ``token_str``.
    In ``config``: ``pattern``, ``version``, ``default_vocab_size`` and ``default_num_special_tokens``.
 4. ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja``: see `special_keys`.
 
@@ -243,7 +243,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
         if text not in vocabulary.texts:
             raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
         keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
-    alike = form.architecture in _LIKE_LLAMA  # the converter writes them in the same function
+    alike = form.architecture in _LIKE_LLAMA  # by the same function of the converter
     return {**keys, **(_BY_ROWS.get(rows, {}) if alike else {})}
 
 

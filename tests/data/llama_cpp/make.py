@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 import transformers
 from builders import llama_models
+from builders.inside import tokenizer as tokens_of_llama_cpp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import safeload
-from safeload.conversion.llama_cpp.tokenizer import _LETTERS
 
 HERE = Path(__file__).parent
 TEXTS = json.loads((HERE / "texts.json").read_text(encoding="utf-8"))
@@ -131,7 +131,7 @@ def tekken(folder):
     pattern = next(row for row in llama_models.pre_tokenizers()["by_steps"] if row["name"] == "tekken")
     pattern = pattern["pretokenizers"][0]["pattern"]["Regex"]
     vocab = byte_level(pattern, ignore_merges=True).get_vocab()
-    bytes_of = {chr(letter): byte for byte, letter in _LETTERS.items()}
+    bytes_of = {chr(letter): byte for byte, letter in tokens_of_llama_cpp._LETTERS.items()}
     tokens = [bytes(map(bytes_of.get, text)) for text, _ in sorted(vocab.items(), key=lambda item: item[1])[:400]]
     tokens = sorted(tokens[:256]) + tokens[256:]
     names = llama_models.pre_tokenizers()["tekken"]["special"]
