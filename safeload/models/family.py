@@ -532,7 +532,7 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
         return None, None
     known, inner = _families_by_class(), language_of(config)
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
-    model_type = inner.get("model_type")
+    model_type = inner.get("model_type") if isinstance(inner.get("model_type"), str) else None
     of_type = [family for family in dict.fromkeys(known.values()) if model_type in family.gguf_types]
     for name in named:
         if name in known:
@@ -541,7 +541,7 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
                 of_type = []  # the class is the language model's own
             of_type.sort(key=lambda family: family.gguf.architecture != own.gguf.architecture)
             return name, _for_config((*of_type, own)[0], inner)
-    if named or not isinstance(model_type, str):
+    if named or model_type is None:
         return (named[-1] if named else None), None
     family = next((family for family in of_type if model_type in family.model_types), None)
     if family is None:
