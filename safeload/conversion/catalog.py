@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from copy import copy
 from fnmatch import fnmatchcase
-from itertools import repeat
+from itertools import product, repeat
 from operator import add, attrgetter, itemgetter, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
@@ -557,6 +557,27 @@ class TensorView(NamedTuple):
         return part[self.rows]
 
 
+# Rows and columns that are transposed together: ten times as fast as a whole matrix, whose columns miss the cache.
+_TILE_ROWS, _TILE_COLUMNS = 512, 32
+
+
+def _copy(out: Array, values: Array) -> None:
+    """Copy values of the same dtype, which may be a transposed view."""
+    if out.dtype.itemsize in (2, 4) and out.dtype == values.dtype:  # as integers: NumPy copies bfloat16 one by one
+        integer = np.uint16 if out.dtype.itemsize == 2 else np.uint32
+        out, values = out.view(integer), values.view(integer)
+    if values.ndim < 2 or values.strides[-1] <= values.strides[-2]:
+        out[...] = values
+        return
+    if values.ndim > 2:
+        for part, source in zip(out, values, strict=True):
+            _copy(part, source)
+        return
+    for row, column in product(range(0, len(out), _TILE_ROWS), range(0, out.shape[1], _TILE_COLUMNS)):
+        tile = slice(row, row + _TILE_ROWS), slice(column, column + _TILE_COLUMNS)
+        out[tile] = values[tile]
+
+
 class Arrangement(NamedTuple):
     """How a tensor holds the values of another one: rows and columns in another order, or computed values."""
 
@@ -591,7 +612,7 @@ class Arrangement(NamedTuple):
         result = array[self._places(array)]
         result = result.reshape(self.shape or result.shape)
         result = self._computed(result.swapaxes(-1, -2) if self.transposed else result, row, threads)
-        out[...] = result.reshape(out.shape)
+        _copy(out, result.reshape(out.shape))
 
     def _places(self, array: Array) -> Any:
         if self.columns is None:
@@ -833,7 +854,7 @@ class RestructuredCatalog(Catalog):
             if arrangement is not None:
                 arrangement.fill(target, array, row, threads)
             else:
-                target[...] = move.read._replace(item=None).of(array)
+                _copy(target, move.read._replace(item=None).of(array))
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""
