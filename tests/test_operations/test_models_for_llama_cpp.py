@@ -906,3 +906,15 @@ def test_names_that_differ_in_wrappers_only_are_refused(folder):
     source = folder("llama3", tensors={wrapped: llama_models.tensors_of(MODELS["llama3"])[name]})
     refused(source, f"'{name}' and '{wrapped}' have one name without their wrappers|'{wrapped}' and '{name}' have one")
     assert "schema.names" in [finding.code for finding in safeload.check(source).errors]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "match"),
+    [
+        ("deepseek_v2", "qk_nope_head_dim", "cannot be taken"),
+        ("gemma4", "intermediate_size", "must be at most 2147483647"),
+        ("lfm2", "num_key_value_heads", "must be at most 2147483647"),
+    ],
+)
+def test_sizes_of_31_bits_are_refused_before_memory_is_taken(name, key, match, folder):
+    refused(folder(name, **{key: 1 << 31}), match)

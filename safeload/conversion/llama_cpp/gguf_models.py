@@ -121,7 +121,6 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     tokens = tokenizer_keys(files, config, form, rows)
     recipes, extra = _in_blocks(catalog, recipes, form.architecture) if blocks else (recipes, {})
     pooling = _pooling(files) if form.pooling else None
-    recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
         ARCHITECTURE: form.architecture,

@@ -40,6 +40,7 @@ from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, langu
 from ..catalog import Catalog
 
 _MAX_SIZE = (1 << 32) - 1
+_MAX_I32 = (1 << 31) - 1
 # Rows or columns that can change places; published models have up to 65,536.
 _MAX_PLACES = 1 << 22
 _MAX_F32 = float(np.finfo(np.float32).max)
@@ -188,8 +189,11 @@ class ModelConfig:
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             places = np.arange(begin, end).reshape(sizes)
             if "take" in piece:
-                axis, first, last = piece["take"]
-                places = places.take(np.arange(self.integer(first), self.integer(last)), axis, mode="clip")
+                axis, first, last = piece["take"][0], *map(self.integer, piece["take"][1:])
+                if not 0 <= first <= last <= sizes[axis]:
+                    text = f"{sizes[axis]:,} rows or columns, from which {first:,} to {last:,} cannot be taken"
+                    raise error_about(FormatError, text, path=self._title, tensor=name)
+                places = places.take(np.arange(first, last), axis)
             parts.append(places.transpose(piece.get("order", [*range(places.ndim)])).reshape(-1))
         return np.concatenate(parts)
 
@@ -285,6 +289,9 @@ def _setting(config: ModelConfig, key: GgufKey) -> Any:
         if not 0 <= layers <= MAX_LAYERS:
             raise config.fault(f"{key.each_layer} must be 0 to {MAX_LAYERS}, got {layers}")
         numbers = [config.integer(key.value or "0", layer) for layer in range(layers)]
+        for number in numbers:
+            if abs(number) > _MAX_I32:
+                raise config.fault(f"{key.value} must be at most {_MAX_I32}, got {number}")
         return np.array(numbers, bool if kind == BOOLS else np.int32)
     if key.value is not None and key.each_layer is None:
         return _typed(config, kind, config.integer(key.value), key.value)
@@ -314,7 +321,7 @@ def _typed(config: ModelConfig, kind: str, value: Any, name: str, *, times: floa
     if kind == TEXT and isinstance(value, str):
         return value
     listed = kind == NUMBERS and isinstance(value, (list, tuple)) and len(value) <= (size or MAX_LAYERS)
-    if listed and all(type(item) is int and abs(item) < 1 << 31 for item in value):
+    if listed and all(type(item) is int and abs(item) <= _MAX_I32 for item in value):
         return np.array([*value, *[0] * (size - len(value))], np.int32)
     raise config.fault(f"{name} must be of type {kind}, got {show(value)}")
 
