@@ -1,4 +1,4 @@
-/* Blocks of codes of one and two bits to f32: a part of dequant.h, which includes this file after the functions that it needs. */
+/* Blocks of codes of one and two bits to f32: a part of dequant.h, which includes this file after what it needs. */
 #ifndef SL_DEQUANT_TERNARY_H
 #define SL_DEQUANT_TERNARY_H
 
@@ -66,8 +66,7 @@ _Static_assert(sizeof(sl_q1_0) == 18, "blocks have no padding in files");
 
 TARGET SL_INLINE void restore_q1_0(const sl_q1_0 *block, uint8_t *out) {
     float d = half_at(block->d);
-    for (size_t run = 0; run < 8; run++, out += RUN)
-        put_nibbles(out, spread(load16(block->bits, run), 2), 1, d);
+    for (size_t run = 0; run < 8; run++, out += RUN) put_nibbles(out, spread(load16(block->bits, run), 2), 1, d);
 }
 
 /* x = d * (code - 1), codes of 2 bits from -1 to 2. A byte holds four elements that follow each other. */
@@ -79,7 +78,8 @@ _Static_assert(sizeof(sl_q2_0) == 18, "blocks have no padding in files");
 TARGET SL_INLINE void restore_q2_0(const sl_q2_0 *block, uint8_t *out) {
     float d = half_at(block->d);
     for (size_t run = 0; run < 4; run++, out += RUN) {
-        uint64_t low = pairs_apart(load16(block->codes, 2 * run)), high = pairs_apart(load16(block->codes, 2 * run + 1));
+        uint64_t low = pairs_apart(load16(block->codes, 2 * run)),
+                 high = pairs_apart(load16(block->codes, 2 * run + 1));
         put_nibbles(out, codes_of(low, high), 1, d);
     }
 }

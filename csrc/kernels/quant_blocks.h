@@ -332,9 +332,9 @@ TARGET static void KERNEL(nvfp4)(const void *source, void *destination, size_t c
 }
 
 /* The rows of a tier, without its end. */
-#define QUANT_BLOCK_KERNELS \
+#define QUANT_BLOCK_KERNELS                                                                                      \
     {SL_F32, SL_IQ4_NL, KERNEL(iq4_nl)}, {SL_F32, SL_IQ4_XS, KERNEL(iq4_xs)}, {SL_F32, SL_MXFP4, KERNEL(mxfp4)}, \
-    {SL_F32, SL_NVFP4, KERNEL(nvfp4)},
+        {SL_F32, SL_NVFP4, KERNEL(nvfp4)},
 #define WEIGHTED_BLOCK_KERNELS                                                                                  \
     {SL_Q4_0, WEIGHTED(q4_0)}, {SL_Q4_1, WEIGHTED(q4_1)}, {SL_Q5_0, WEIGHTED(q5_0)}, {SL_Q5_1, WEIGHTED(q5_1)}, \
         {SL_IQ4_NL, WEIGHTED(iq4_nl)}, {SL_IQ4_XS, WEIGHTED(iq4_xs)},
