@@ -107,7 +107,7 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads differs from num_attention_heads"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ("deepseek_v2", {"kv_lora_rank": 30}, "'model.layers.0.self_attn.kv_a_layernorm|attn_k"),
-        ("deepseek_v2", {"qk_nope_head_dim": 13}, "attn_"),
+        ("deepseek_v2", {"qk_nope_head_dim": 13}, "kv_b_proj.weight. has 28 rows or columns"),
         ("deepseek_v2", {"v_head_dim": "absent"}, "v_head_dim is missing"),
         ("deepseek_v2", {"n_routed_experts": "absent"}, "n_routed_experts is missing"),
         ("deepseek_v3", {"topk_group": 4}, "topk_group less than n_group"),

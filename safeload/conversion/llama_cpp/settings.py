@@ -185,13 +185,13 @@ class ModelConfig:
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             sizes = self.shape(piece.get("split", ("-1",)), end - begin)
             if math.prod(sizes) != end - begin or min(sizes) < 0:
-                text = f"{end - begin:,} rows or columns cannot be divided as {list(sizes)}"
+                text = f"has {end - begin:,} rows or columns, which cannot be divided as {list(sizes)}"
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             places = np.arange(begin, end).reshape(sizes)
             if "take" in piece:
                 axis, first, last = piece["take"][0], *map(self.integer, piece["take"][1:])
                 if not 0 <= first <= last <= sizes[axis]:
-                    text = f"{sizes[axis]:,} rows or columns, from which {first:,} to {last:,} cannot be taken"
+                    text = f"has {sizes[axis]:,} rows or columns, from which {first:,} to {last:,} cannot be taken"
                     raise error_about(FormatError, text, path=self._title, tensor=name)
                 places = places.take(np.arange(first, last), axis)
             parts.append(places.transpose(piece.get("order", [*range(places.ndim)])).reshape(-1))
