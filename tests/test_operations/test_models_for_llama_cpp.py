@@ -72,6 +72,13 @@ def test_the_result_passes_check(name, folder, tmp_path):
     assert safeload.check(tmp_path / "x.gguf").errors == []
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_unknown_tensors_are_refused_by_name(name, folder):
+    refused(
+        folder(name, tensors={"model.layers.0.x.weight": np.zeros((2, 2), np.float32)}), "'model.layers.0.x.weight'"
+    )
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_check_reports_a_wrong_number_of_heads(heads, folder, tmp_path):
     safeload.convert(folder("llama3"), tmp_path / "x.gguf")
