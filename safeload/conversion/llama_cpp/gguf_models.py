@@ -35,7 +35,7 @@ from ...quant.quantization import without_quantization
 from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
-from .settings import ModelConfig, config_of, form_of, settings_of
+from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, settings_of
 from .tokenizer import KEPT, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
@@ -86,8 +86,6 @@ _TOWER_PARTS = (
 )
 # Keys of their configs, which older versions of transformers have beside the keys of the language model.
 _TOWER_CONFIGS = ("vision_config", "audio_config")
-# Tensors with values that the config has.
-_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MOST_SHOWN = 3
 
 
@@ -319,10 +317,12 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         text_form = _text_form(catalog, form, architecture, form.text_type)
         config, notes = config_of(catalog, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-    recipes = published_recipes(catalog, ModelConfig(config, catalog.title, form), form, experts)
+    settings = ModelConfig(config, catalog.title, form)
+    recipes = published_recipes(catalog, settings, form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     rows = next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
+    _refuse_missing(catalog, recipes, settings, form)
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, form.class_name)
     notes += more
@@ -331,6 +331,18 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
     return result
+
+
+def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: GgufForm) -> None:
+    """Refuse a file without tensors that transformers would fill with random numbers, though llama.cpp needs none."""
+    expected = (name for name in config.expected(form.published, recipes) if name not in recipes)
+    parts = {
+        name: form.parts_of(name) for name in expected if name != form.head or _NAME_PREFIX not in catalog.metadata
+    }
+    missing = [name for name, places in parts.items() if places and not any(place in catalog for place in places)]
+    if missing:
+        text = f"tensors are missing: the config needs {_some_of(missing)}"
+        raise FormatError(text, catalog.title, tensor=missing[0])
 
 
 def _has_towers(config: Mapping[str, Any]) -> bool:
@@ -520,7 +532,7 @@ def _arrangement(
 
 def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
     """Return the recipes of a model of transformers, in the order of the file."""
-    names = [name for name in catalog if name not in _SETTINGS]
+    names = [name for name in catalog if name not in ROPE_TENSORS]
     _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
     recipes: dict[str, TensorRecipe] = {}
     for name in names:
@@ -535,6 +547,8 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if layout.stack and not (shape and shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold a stack", path=catalog.title, tensor=name)
         if numbers:
             full = _renamed(full, config, form)
         if layout.stack:
