@@ -282,6 +282,12 @@ def test_ids_beyond_the_vocabulary_are_no_tokens(written, tmp_path):
         ("llama3", {"rope_factors_short.weight": np.ones(8, np.float32)}, "factors of rotations need unknown settings"),
         ("phi3_long", {"rope_factors_short.weight": None}, "factors of rotations need unknown settings"),
         ("stablelm_parallel", {"blk.0.attn_q_norm.weight": np.float32(1)}, "does not hold a stack"),
+        ("gpt2", {"token_embd.weight": np.ones((160, 64), np.float32)}, "'token_embd.weight' has the shape .160, 64."),
+        (
+            "qwen3_next",
+            {"blk.0.ffn_gate_inp_shexp.weight": np.ones((2, 64), np.float32)},
+            "'blk.0.ffn_gate_inp_shexp.weight' must have the shape .1, 64., got .2, 64.",
+        ),
         ("qwen2", {"blk.1.attn_k.bias": None}, "the config needs 'model.layers.1.self_attn.k_proj.bias'"),
     ],
 )

@@ -36,7 +36,7 @@ from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCat
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
 from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, settings_of
-from .tokenizer import KEPT, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
+from .tokenizer import KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
@@ -320,7 +320,8 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     settings = ModelConfig(config, catalog.title, form)
     recipes = published_recipes(catalog, settings, form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
-    rows = next(iter(shapes.get("token_embd.weight", ())), 0)
+    tokens = metadata.get(TOKENS)
+    rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
     _refuse_missing(catalog, recipes, settings, form)
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
@@ -485,10 +486,15 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
         moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
         columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
         return TensorRecipe((shape[0], rows // parts, *columns), moves)
-    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
-        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
+    _check_row(config, layout, shape, name)
     arrangement, inner = _arrangement(config, layout, shape, name)
     return TensorRecipe(inner, (Move(name, arrangement=arrangement),))
+
+
+def _check_row(config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str) -> None:
+    """Refuse a tensor that must be a row, which files have with an axis more or less."""
+    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
+        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
 
 
 def _arrangement(
@@ -549,6 +555,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
         if layout.stack and not (shape and shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold a stack", path=catalog.title, tensor=name)
+        _check_row(config, layout, shape, name)
         if numbers:
             full = _renamed(full, config, form)
         if layout.stack:
