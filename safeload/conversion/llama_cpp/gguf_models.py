@@ -145,6 +145,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
 _SCALED = "nvfp4"  # the block type with factors in tensors beside it
 # Architectures whose graph multiplies by all factors of the language model: src/models of llama.cpp.
 _APPLIES_FACTORS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
+_OF_INPUTS = ("input_scale", "input_global_scale")  # the second divides
 _A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
 
 
@@ -204,12 +205,18 @@ def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Ar
         packed, module = catalog.packed(move.source), move.source.removesuffix(".weight")
         assert packed is not None
         scale, own = tensor_scale(packed), np.ones(1, np.float32)
-        if f"{module}.input_scale" in catalog.ignored:
-            own = numbers_in(catalog.ignored[f"{module}.input_scale"])
-        elif f"{module}.input_global_scale" in catalog.ignored:
-            own = np.float32(1) / numbers_in(catalog.ignored[f"{module}.input_global_scale"])
-        item = slice(None) if move.read.item is None or scale.size == 1 else slice(move.read.item, move.read.item + 1)
-        yield scale[item], own
+        name = next((n for part in _OF_INPUTS if (n := f"{module}.{part}") in catalog.ignored), None)
+        if name is not None:
+            part, shape = catalog.ignored[name], catalog.about(move.source).shape
+            matrices = shape[0] if len(shape) > 2 else 1
+            if math.prod(part.shape) not in (1, matrices):
+                text = f"has the shape {list(part.shape)}, expected one number, or one for each matrix"
+                raise error_about(FormatError, text, path=catalog.title, tensor=name)
+            with np.errstate(divide="ignore"):
+                own = np.float32(1) / numbers_in(part) if name.endswith(_OF_INPUTS[1]) else numbers_in(part)
+        item = slice(None) if move.read.item is None else slice(move.read.item, move.read.item + 1)
+        first, second = (values if values.size == 1 else values[item] for values in (scale, own))
+        yield first, second
 
 
 # ---- name, size and settings of sampling ----
