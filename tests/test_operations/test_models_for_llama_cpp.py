@@ -100,6 +100,27 @@ def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):
     assert dtypes["blk.0.ffn_gate_inp.weight"] == dtypes["blk.0.attn_q_norm.weight"] == "F32"
 
 
+@pytest.mark.parametrize("name", ["mistral_tekken", "gemma4", "llama2"])
+def test_shards_keep_the_tokenizer(name, folder, tmp_path):
+    source = folder(name)
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(source, tmp_path / "shards/", max_shard_size="50KB")
+    safeload.convert(tmp_path / "shards", tmp_path / "y.gguf")
+    one, two = (llama_models.described(tmp_path / f"{file}.gguf") for file in "xy")
+    one["metadata"].pop("general.name"), two["metadata"].pop("general.name")
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma4_moe"])
+@pytest.mark.parametrize("scheme", ["nvfp4", {"*": "q8_0"}])
+def test_routers_stay_float32(scheme, name, folder, tmp_path):
+    safeload.convert(folder(name), tmp_path / "x.gguf", quantize=scheme)
+    with safeload.open(tmp_path / "x.gguf") as file:
+        dtypes = {key: tensor.dtype for key, tensor in file.tensors.items()}
+    assert {dtype for key, dtype in dtypes.items() if "gate_inp" in key} == {"F32"}
+    assert dtypes["blk.0.attn_q.weight"] == ("NVFP4" if scheme == "nvfp4" else "Q8_0")
+
+
 def test_fused_and_single_experts_give_the_same_file(folder, tmp_path):
     tensors = llama_models.tensors_of(MODELS["mixtral"])
     fused = {name: array for name, array in tensors.items() if ".experts." not in name}
