@@ -100,6 +100,14 @@ def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):
     assert dtypes["blk.0.ffn_gate_inp.weight"] == dtypes["blk.0.attn_q_norm.weight"] == "F32"
 
 
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "ernie4_5"])
+def test_an_embedding_has_a_row_for_each_token(name, folder):
+    (embedding,) = (key for key in MODELS[name]["tensors"] if key.endswith("embed_tokens.weight"))
+    rows, columns = MODELS[name]["tensors"][embedding]
+    source = folder(name, tensors={embedding: np.ones((rows - 1, columns), np.float32)})
+    refused(source, f"'{embedding}' has {rows - 1} rows, but vocab_size is {rows}")
+
+
 @pytest.mark.parametrize("name", ["mistral_tekken", "gemma4", "llama2"])
 def test_shards_keep_the_tokenizer(name, folder, tmp_path):
     source = folder(name)

@@ -108,7 +108,10 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
         raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
-    rows = embedding.shape[0]
+    rows, stated = embedding.shape[0], config.values.get("vocab_size")
+    if embedding.moves and type(stated) is int and rows < stated:  # tokens would be lost
+        text = f"has {rows:,} rows, but vocab_size is {stated:,}"
+        raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
     home = catalog.folder  # with the files beside the weights
