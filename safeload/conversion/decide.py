@@ -551,7 +551,7 @@ class Decider:
                 if isinstance(rules, FileTypeRules) and options["layout"] is not None:
                     needs = f"which file type {rules.file_type} needs"
                     raise ValueError(f"layout= has no llama.cpp names, {needs}: pass raw=True")
-                self._rules, rules.schema = rules, schema
+                self._rules, rules.schema, rules.kept_f32 = rules, schema, catalog.kept_f32
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
                     tied = tied_heads(catalog, schema) if whole and ties is not False else {}

@@ -213,6 +213,7 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
+        self.kept_f32: Collection[str] = ()  # tensors of the result that are float32 by default
         schemes = scheme if isinstance(scheme, Mapping) else {"*": packing.parse_scheme(scheme)}
         self._schemes = {key: None if to is None else packing.parse_scheme(to) for key, to in schemes.items()}
         self.kept = Kept(keep)
@@ -255,6 +256,7 @@ class Rules:
             role = None if self.schema is None else self.schema.role(name)
             default = (f"matches {kept}" for kept in KEPT_NAMES if fnmatchcase(name, kept))
             usual = next(default, "") if role is None else _KEPT_ROLES.get(role, "")
+            usual = "stays float32" if not usual and name in self.kept_f32 else usual
         if result is None:
             usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {packing.SCHEMES[requested].block}"
         return Planned(result or requested, usual, requested=None if result == requested else requested)

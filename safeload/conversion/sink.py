@@ -76,7 +76,7 @@ from ..remote.remote_store import Backend, RemoteStore
 # Files for other libraries, besides the weights and config.json: tokenizers (sentencepiece and tiktoken
 # included), chat templates, settings of generation and processors.
 EXTRAS = (
-    *("tokenizer*", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer*", "tekken.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template*", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )

@@ -308,6 +308,11 @@ class GgufForm:
                 result.setdefault(source, []).append((name, layout))
         return result
 
+    def parts_of(self, name: str) -> list[str]:
+        """Return the tensors of a file that a published tensor becomes a part of."""
+        pattern, numbers = without_numbers(name)
+        return [place.replace(PLACE, (numbers or [""])[0]) for place, _ in self.targets.get(pattern, ())]
+
     def can_be_list(self, key: str) -> bool:
         """Return True if shapes follow from a key that is an array with an item for each layer."""
         return f"{key.replace('.', '_')}_list" in self._content["defaults"]

@@ -215,3 +215,11 @@ def test_factors_that_llama_cpp_ignores_are_multiplied_before(tmp_path, caplog):
         assert file.tensors["blk.0.ffn_up.weight"].dtype == "BF16"
         assert file.metadata["general.file_type"] == 32
     assert "ignores the factors of NVFP4: 'blk.0." in caplog.text
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_expert_has_one_factor_of_activations(count, folder, tmp_path):
+    name = "model.layers.0.mlp.experts.1.down_proj.input_global_scale"
+    source = folder("qwen3_moe_nvfp4", {name: np.ones(count, np.float32)})
+    with pytest.raises(safeload.FormatError, match=f"'{name}' has the shape .{count}., expected one number"):
+        safeload.convert(source, tmp_path / "x.gguf")

@@ -72,6 +72,13 @@ def test_the_result_passes_check(name, folder, tmp_path):
     assert safeload.check(tmp_path / "x.gguf").errors == []
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_unknown_tensors_are_refused_by_name(name, folder):
+    refused(
+        folder(name, tensors={"model.layers.0.x.weight": np.zeros((2, 2), np.float32)}), "'model.layers.0.x.weight'"
+    )
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_check_reports_a_wrong_number_of_heads(heads, folder, tmp_path):
     safeload.convert(folder("llama3"), tmp_path / "x.gguf")
@@ -91,6 +98,35 @@ def test_matrices_keep_their_dtype_and_vectors_become_f32(folder, tmp_path):
         assert file.metadata["general.file_type"] == 32
     assert dtypes["blk.0.ffn_gate_exps.weight"] == dtypes["token_embd.weight"] == "BF16"
     assert dtypes["blk.0.ffn_gate_inp.weight"] == dtypes["blk.0.attn_q_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "ernie4_5"])
+def test_an_embedding_has_a_row_for_each_token(name, folder):
+    (embedding,) = (key for key in MODELS[name]["tensors"] if key.endswith("embed_tokens.weight"))
+    rows, columns = MODELS[name]["tensors"][embedding]
+    source = folder(name, tensors={embedding: np.ones((rows - 1, columns), np.float32)})
+    refused(source, f"'{embedding}' has {rows - 1} rows, but vocab_size is {rows}")
+
+
+@pytest.mark.parametrize("name", ["mistral_tekken", "gemma4", "llama2"])
+def test_shards_keep_the_tokenizer(name, folder, tmp_path):
+    source = folder(name)
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(source, tmp_path / "shards/", max_shard_size="50KB")
+    safeload.convert(tmp_path / "shards", tmp_path / "y.gguf")
+    one, two = (llama_models.described(tmp_path / f"{file}.gguf") for file in "xy")
+    one["metadata"].pop("general.name"), two["metadata"].pop("general.name")
+    assert one == two
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma4_moe"])
+@pytest.mark.parametrize("scheme", ["nvfp4", {"*": "q8_0"}])
+def test_routers_stay_float32(scheme, name, folder, tmp_path):
+    safeload.convert(folder(name), tmp_path / "x.gguf", quantize=scheme)
+    with safeload.open(tmp_path / "x.gguf") as file:
+        dtypes = {key: tensor.dtype for key, tensor in file.tensors.items()}
+    assert {dtype for key, dtype in dtypes.items() if "gate_inp" in key} == {"F32"}
+    assert dtypes["blk.0.attn_q.weight"] == ("NVFP4" if scheme == "nvfp4" else "Q8_0")
 
 
 def test_fused_and_single_experts_give_the_same_file(folder, tmp_path):

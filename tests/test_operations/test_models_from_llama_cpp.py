@@ -203,6 +203,25 @@ def test_metadata_is_refused_by_name(metadata, match, written):
     refused(written("llama3", metadata=metadata), match)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "match"),
+    [
+        ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(-1), "rope.freq_base must be above 0, got -1"),
+        ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(0), "rope.freq_base must be above 0, got 0"),
+        ("mixtral", "llama.expert_count", np.uint64(2**64 - 1), "'expert_count': a value beyond 64 bits"),
+        (
+            "glm4_moe_lite",
+            "deepseek2.expert_group_used_count",
+            np.float64(1e300),
+            "expert_group_used_count must be a nu",
+        ),
+        ("falcon_new", "falcon.attention.head_count", np.uint32(2**32 - 1), "'blk.0.attn_qkv.weight' .* cannot be div"),
+    ],
+)
+def test_large_and_negative_numbers_are_refused_by_name(name, key, value, match, written):
+    refused(written(name, metadata={key: value}), match)
+
+
 @pytest.mark.parametrize("count", [4_294_967_295, 10_001])
 def test_layers_with_windows_are_not_listed_before_they_are_counted(count, written):
     refused(written("gpt_oss", metadata={"gpt-oss.block_count": np.uint32(count)}), "block_count must be 0 to 10000")
@@ -260,10 +279,34 @@ def test_ids_beyond_the_vocabulary_are_no_tokens(written, tmp_path):
         ("gpt_oss", {"blk.0.ffn_gate_exps.weight": None}, "'blk.0.ffn_gate_exps.weight' is missing"),
         ("llama3", {"token_embd.weight": np.ones(4, np.float32)}, "has the shape .4., expected 2 axes"),
         ("llama3", {"rope_freqs.weight": np.ones(1 << 17, np.float32)}, "has 131,072 factors of rotations"),
+        ("llama3", {"rope_factors_short.weight": np.ones(8, np.float32)}, "factors of rotations need unknown settings"),
+        ("phi3_long", {"rope_factors_short.weight": None}, "factors of rotations need unknown settings"),
+        ("stablelm_parallel", {"blk.0.attn_q_norm.weight": np.float32(1)}, "does not hold a stack"),
+        ("gpt2", {"token_embd.weight": np.ones((160, 64), np.float32)}, "'token_embd.weight' has the shape .160, 64."),
+        (
+            "qwen3_next",
+            {"blk.0.ffn_gate_inp_shexp.weight": np.ones((2, 64), np.float32)},
+            "'blk.0.ffn_gate_inp_shexp.weight' must have the shape .1, 64., got .2, 64.",
+        ),
+        ("qwen2", {"blk.1.attn_k.bias": None}, "the config needs 'model.layers.1.self_attn.k_proj.bias'"),
     ],
 )
 def test_tensors_are_refused_by_name(name, tensors, match, written):
     refused(written(name, tensors=tensors), match)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "published"),
+    [
+        ("gpt2_untied", "output.weight", "lm_head.weight"),
+        ("seed_oss", "output.weight", "lm_head.weight"),
+        ("falcon_new", "blk.0.attn_norm_2.weight", "transformer.h.0.ln_attn.weight"),
+        ("granite_hybrid", "blk.0.ssm_conv1d.bias", "model.layers.0.mamba.conv1d.bias"),
+    ],
+)
+def test_a_tensor_that_the_config_needs_is_missing(name, tensor, published, written):
+    """llama.cpp needs none of these, but transformers would fill them with random numbers."""
+    refused(written(name, own=True, tensors={tensor: None}), f"tensors are missing: the config needs '{published}'")
 
 
 def test_an_unknown_tokenizer_is_left_out(written, tmp_path, caplog):

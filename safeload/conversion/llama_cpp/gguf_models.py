@@ -35,8 +35,8 @@ from ...quant.quantization import without_quantization
 from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
-from .settings import ModelConfig, config_of, form_of, settings_of
-from .tokenizer import KEPT, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
+from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, settings_of
+from .tokenizer import KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
@@ -86,8 +86,6 @@ _TOWER_PARTS = (
 )
 # Keys of their configs, which older versions of transformers have beside the keys of the language model.
 _TOWER_CONFIGS = ("vision_config", "audio_config")
-# Tensors with values that the config has.
-_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _MOST_SHOWN = 3
 
 
@@ -110,7 +108,10 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
         raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
-    rows = embedding.shape[0]
+    rows, stated = embedding.shape[0], config.values.get("vocab_size")
+    if embedding.moves and type(stated) is int and rows < stated:  # tokens would be lost
+        text = f"has {rows:,} rows, but vocab_size is {stated:,}"
+        raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
     home = catalog.folder  # with the files beside the weights
@@ -147,6 +148,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
 _SCALED = "nvfp4"  # the block type with factors in tensors beside it
 # Architectures whose graph multiplies by all factors of the language model: src/models of llama.cpp.
 _APPLIES_FACTORS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
+_OF_INPUTS = ("input_scale", "input_global_scale")  # the second divides
 _A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
 
 
@@ -206,12 +208,18 @@ def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Ar
         packed, module = catalog.packed(move.source), move.source.removesuffix(".weight")
         assert packed is not None
         scale, own = tensor_scale(packed), np.ones(1, np.float32)
-        if f"{module}.input_scale" in catalog.ignored:
-            own = numbers_in(catalog.ignored[f"{module}.input_scale"])
-        elif f"{module}.input_global_scale" in catalog.ignored:
-            own = np.float32(1) / numbers_in(catalog.ignored[f"{module}.input_global_scale"])
-        item = slice(None) if move.read.item is None or scale.size == 1 else slice(move.read.item, move.read.item + 1)
-        yield scale[item], own
+        name = next((n for part in _OF_INPUTS if (n := f"{module}.{part}") in catalog.ignored), None)
+        if name is not None:
+            part, shape = catalog.ignored[name], catalog.about(move.source).shape
+            matrices = shape[0] if len(shape) > 2 else 1
+            if math.prod(part.shape) not in (1, matrices):
+                text = f"has the shape {list(part.shape)}, expected one number, or one for each matrix"
+                raise error_about(FormatError, text, path=catalog.title, tensor=name)
+            with np.errstate(divide="ignore"):
+                own = np.float32(1) / numbers_in(part) if name.endswith(_OF_INPUTS[1]) else numbers_in(part)
+        item = slice(None) if move.read.item is None else slice(move.read.item, move.read.item + 1)
+        first, second = (values if values.size == 1 else values[item] for values in (scale, own))
+        yield first, second
 
 
 # ---- name, size and settings of sampling ----
@@ -319,10 +327,13 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         text_form = _text_form(catalog, form, architecture, form.text_type)
         config, notes = config_of(catalog, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-    recipes = published_recipes(catalog, ModelConfig(config, catalog.title, form), form, experts)
+    settings = ModelConfig(config, catalog.title, form)
+    recipes = published_recipes(catalog, settings, form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
-    rows = next(iter(shapes.get("token_embd.weight", ())), 0)
+    tokens = metadata.get(TOKENS)
+    rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
+    _refuse_missing(catalog, recipes, settings, form)
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, form.class_name)
     notes += more
@@ -331,6 +342,18 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
     return result
+
+
+def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: GgufForm) -> None:
+    """Refuse a file without tensors that transformers would fill with random numbers, though llama.cpp needs none."""
+    expected = (name for name in config.expected(form.published, recipes) if name not in recipes)
+    parts = {
+        name: form.parts_of(name) for name in expected if name != form.head or _NAME_PREFIX not in catalog.metadata
+    }
+    missing = [name for name, places in parts.items() if places and not any(place in catalog for place in places)]
+    if missing:
+        text = f"tensors are missing: the config needs {_some_of(missing)}"
+        raise FormatError(text, catalog.title, tensor=missing[0])
 
 
 def _has_towers(config: Mapping[str, Any]) -> bool:
@@ -473,10 +496,15 @@ def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str
         moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
         columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
         return TensorRecipe((shape[0], rows // parts, *columns), moves)
-    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
-        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
+    _check_row(config, layout, shape, name)
     arrangement, inner = _arrangement(config, layout, shape, name)
     return TensorRecipe(inner, (Move(name, arrangement=arrangement),))
+
+
+def _check_row(config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str) -> None:
+    """Refuse a tensor that must be a row, which files have with an axis more or less."""
+    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
+        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
 
 
 def _arrangement(
@@ -520,7 +548,7 @@ def _arrangement(
 
 def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
     """Return the recipes of a model of transformers, in the order of the file."""
-    names = [name for name in catalog if name not in _SETTINGS]
+    names = [name for name in catalog if name not in ROPE_TENSORS]
     _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
     recipes: dict[str, TensorRecipe] = {}
     for name in names:
@@ -535,6 +563,9 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
+        if layout.stack and not (shape and shape[0] <= MAX_EXPERTS):
+            raise error_about(FormatError, f"{list(shape)} does not hold a stack", path=catalog.title, tensor=name)
+        _check_row(config, layout, shape, name)
         if numbers:
             full = _renamed(full, config, form)
         if layout.stack:

@@ -80,6 +80,8 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": _HIGH[0], _ORIGINAL: _CO
 _STRETCHED = 1 << 18
 # Names in the texts of refusals.
 _NAMES = re.compile(r"\{([\w.]+)\}", re.ASCII)
+# Tensors with values that the config has.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Keys of special tokens, with the words of llama.cpp's.
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
@@ -184,7 +186,7 @@ class ModelConfig:
                 text = f"has {count:,} rows or columns, from which {begin:,} to {end:,} cannot be taken"
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             sizes = self.shape(piece.get("split", ("-1",)), end - begin)
-            if math.prod(sizes) != end - begin or min(sizes) < 0:
+            if math.prod(sizes) != end - begin or min(sizes) < 0 or max(sizes) > _MAX_PLACES:
                 text = f"has {end - begin:,} rows or columns, which cannot be divided as {list(sizes)}"
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             places = np.arange(begin, end).reshape(sizes)
@@ -587,7 +589,7 @@ def _shortest(value: float) -> float:
 def _whole_at(catalog: Catalog, key: str) -> int:
     """Return an integer, 1 for another number, or 0 without the key."""
     value = number_at(catalog, key) or 0
-    return int(value) if value == int(value) else 1
+    return 1 if isinstance(value, float) and not value.is_integer() else int(value)
 
 
 def form_of(catalog: Catalog) -> GgufForm:
@@ -598,7 +600,11 @@ def form_of(catalog: Catalog) -> GgufForm:
             names = {key.replace(".", "_"): f"{architecture}.{key}" for key in form.keys}
             keys = {name: names[name] for name in names_in(form.chosen_by)}
             sizes = {name: _whole_at(catalog, key) for name, key in keys.items()}
-            if Config(sizes, {}).evaluate(form.chosen_by):
+            try:
+                chosen = Config(sizes, {}, METADATA).evaluate(form.chosen_by)
+            except ConfigError as error:
+                raise FormatError(f"sizes of the model: {error}", catalog.title) from None
+            if chosen:
                 return form
     return gguf_architectures()[architecture]
 
@@ -694,6 +700,8 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope[_ORIGINAL] = number("scaling.original_context_length", 0)
         rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
     if "dynamic" in form.rope.types and kind == "none" and number("scaling.original_context_length", 0) == _STRETCHED:
+        if not rope["rope_theta"] > 0:
+            raise FormatError(f"key {prefix}freq_base must be above 0, got {rope['rope_theta']}", catalog.title)
         size = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
         alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
         rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
@@ -750,7 +758,7 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
         if stated is not None:
             rope["high_freq_factor"], rope[_ORIGINAL] = stated
         _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
-        if all(
+        if all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
             name in catalog
             and tuple(catalog.about(name).shape) == expected.shape
             and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)

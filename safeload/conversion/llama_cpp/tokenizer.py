@@ -61,6 +61,7 @@ JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokeni
 TIKTOKEN = "tiktoken.model"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
+TOKENS = f"{_PREFIX}tokens"
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
 SPACE = "\u2581"  # of SentencePiece
 _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
@@ -795,9 +796,9 @@ class _Tokens:
         self._metadata, self._title = catalog.metadata, catalog.title
         self.scored = scored  # a vocabulary of SentencePiece
         self.pre = text_at(catalog, f"{_PREFIX}pre")
-        texts = self._metadata.get(f"{_PREFIX}tokens")
+        texts = self._metadata.get(TOKENS)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise FormatError(f"key {_PREFIX}tokens must be an array of strings", self._title)
+            raise FormatError(f"key {TOKENS} must be an array of strings", self._title)
         self.texts: list[str] = texts
         self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
         self.scores: list[float] = self._numbers("scores", 0.0, "f") if scored else []
