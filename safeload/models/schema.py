@@ -314,7 +314,7 @@ class Schema:
         fields = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
         entries = (
             SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"})
-            for key, entry in content["tensors"].items()
+            for key, entry in content.get("tensors", {}).items()
         )
         return cls(**{**fields, "name": name, "entries": tuple(entries)})
 

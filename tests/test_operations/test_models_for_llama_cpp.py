@@ -352,8 +352,7 @@ def test_layers_for_multi_token_prediction_are_counted_by_their_tensors(added, f
 def test_linear_attention_follows_from_the_interval(folder, tmp_path):
     safeload.convert(folder("qwen3_5", layer_types=None), tmp_path / "x.gguf", dtype="float32")
     own, reference = llama_models.described(tmp_path / "x.gguf"), MODELS["qwen3_5"]["reference"]
-    assert reference["metadata"].keys() - own["metadata"].keys() == {"qwen35.attention.recurrent_layers"}
-    assert own["tensors"] == reference["tensors"]
+    assert own == reference
     assert safeload.check(tmp_path / "x.gguf").errors == []
 
 
@@ -443,6 +442,18 @@ def test_gemma_3_can_have_a_head_of_its_own(folder, tmp_path):
     safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
     assert (safeload.load(tmp_path / "back")["lm_head.weight"] == head).all()
     refused(folder("gemma2", tie_word_embeddings=False, tensors={"lm_head.weight": head}), "no separate head")
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral3"])
+def test_further_tensors_of_families_without_a_schema_are_refused(name, folder):
+    source = folder(name, tensors={"model.layers.0.new.weight": np.zeros(2, np.float32)})
+    refused(source, "'model.layers.0.new.weight': llama.cpp's .* has no such tensor")
+
+
+def test_layers_with_linear_attention_follow_from_their_distance(folder, tmp_path):
+    safeload.convert(folder("qwen3_next", layer_types="absent", full_attention_interval=2), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["qwen3next.attention.recurrent_layers"].tolist() == [True, False]
 
 
 def test_another_scale_of_attention_is_refused(folder):
