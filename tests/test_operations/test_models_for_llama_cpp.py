@@ -393,8 +393,7 @@ def test_layers_for_multi_token_prediction_are_counted_by_their_tensors(added, f
 def test_linear_attention_follows_from_the_interval(folder, tmp_path):
     safeload.convert(folder("qwen3_5", layer_types=None), tmp_path / "x.gguf", dtype="float32")
     own, reference = llama_models.described(tmp_path / "x.gguf"), MODELS["qwen3_5"]["reference"]
-    assert reference["metadata"].keys() - own["metadata"].keys() == {"qwen35.attention.recurrent_layers"}
-    assert own["tensors"] == reference["tensors"]
+    assert own == reference
     assert safeload.check(tmp_path / "x.gguf").errors == []
 
 
@@ -433,6 +432,69 @@ def test_integers_are_refused(folder):
 def test_other_layers_with_windows_are_refused(folder):
     kinds = ["full_attention"] * 2
     refused(folder("gemma2", layer_types=kinds), "layer_types: llama.cpp uses full attention in every layer number 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "usual"),
+    [
+        ("deepseek_v3", "num_experts_per_tok", 8),
+        ("gpt2", "layer_norm_epsilon", 1e-05),
+        ("gpt_neox", "layer_norm_eps", 1e-05),
+        ("granite", "rms_norm_eps", 1e-06),
+        ("lfm2", "conv_L_cache", 3),
+        ("lfm2", "rope_parameters", {"rope_theta": 1000000.0, "rope_type": "default"}),
+        ("lfm2_moe", "norm_eps", 1e-05),
+        ("mistral3", "rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"}),
+        ("olmo2", "rms_norm_eps", 1e-05),
+        ("olmo3", "sliding_window", 4096),
+        ("qwen2_5_vl", "rms_norm_eps", 1e-05),
+        ("qwen3_5", "linear_conv_kernel_dim", 4),
+        ("qwen3_next", "num_key_value_heads", 2),
+        ("qwen3_vl", "rms_norm_eps", 1e-06),
+    ],
+)
+def test_what_a_config_lacks_is_that_of_transformers(name, key, usual, tmp_path):
+    model = MODELS[name]
+    inner = model["config"].get("text_config")
+    files = []
+    for label, change in (("stated", {key: usual}), ("lacking", {})):
+        values = {**{k: v for k, v in (inner or model["config"]).items() if k != key}, **change}
+        config = {**model["config"], "text_config": values} if inner else values
+        sizes = {"num_experts_per_tok": {"n_routed_experts": 8}}.get(key, {})
+        source = llama_models.write_folder(tmp_path / label / name, {**model, "config": {**config, **sizes}})
+        safeload.convert(source, tmp_path / f"{label}.gguf")
+        files.append(llama_models.described(tmp_path / f"{label}.gguf"))
+    assert files[0] == files[1]
+
+
+def test_layers_with_a_window_in_olmo_3_have_the_base_of_the_others(folder, tmp_path):
+    rope = MODELS["olmo3"]["config"]["rope_parameters"]["full_attention"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    source = folder("olmo3", rope_parameters="absent", rope_theta=500000, rope_scaling=scaling)
+    safeload.convert(source, tmp_path / "x.gguf", dtype="float32")
+    assert llama_models.described(tmp_path / "x.gguf")["metadata"] == MODELS["olmo3"]["reference"]["metadata"]
+
+
+def test_gemma_3_can_have_a_head_of_its_own(folder, tmp_path):
+    head = np.ones((453, 64), np.float32)
+    source = folder("gemma3", tie_word_embeddings=False, tensors={"lm_head.weight": head})
+    safeload.convert(source, tmp_path / "x.gguf")
+    assert (safeload.load(tmp_path / "x.gguf")["output.weight"] == head).all()
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert (safeload.load(tmp_path / "back")["lm_head.weight"] == head).all()
+    refused(folder("gemma2", tie_word_embeddings=False, tensors={"lm_head.weight": head}), "no separate head")
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral3"])
+def test_further_tensors_of_families_without_a_schema_are_refused(name, folder):
+    source = folder(name, tensors={"model.layers.0.new.weight": np.zeros(2, np.float32)})
+    refused(source, "'model.layers.0.new.weight': llama.cpp's .* has no such tensor")
+
+
+def test_layers_with_linear_attention_follow_from_their_distance(folder, tmp_path):
+    safeload.convert(folder("qwen3_next", layer_types="absent", full_attention_interval=2), tmp_path / "x.gguf")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        assert file.metadata["qwen3next.attention.recurrent_layers"].tolist() == [True, False]
 
 
 def test_another_scale_of_attention_is_refused(folder):

@@ -443,7 +443,8 @@ class Rope:
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None or rope.sliding:
-            yield "freq_base_swa", gguf.F32(USUAL_BASE if self.sliding_base is None else self.sliding_base)
+            usual = base if rope.single_base else USUAL_BASE
+            yield "freq_base_swa", gguf.F32(usual if self.sliding_base is None else self.sliding_base)
         if self.kind in ("linear", "yarn"):
             yield "scaling.type", self.kind
             yield "scaling.factor", gguf.F32(self._number("factor"))
