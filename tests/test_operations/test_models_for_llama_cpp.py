@@ -295,6 +295,13 @@ HYBRIDS = [
 ]
 
 
+def test_square_experts_that_may_be_transposed_are_refused(folder):
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    inner = {**MODELS["qwen3_vl_moe"]["config"]["text_config"], "moe_intermediate_size": 32}
+    source = folder("qwen3_vl_moe", text_config=inner, tensors={name: np.ones((4, 64, 64), np.float32)})
+    refused(source, f"'{name}' .* does not show whether it is transposed")
+
+
 @pytest.mark.parametrize(("name", "config", "tensors", "match"), HYBRIDS)
 def test_hybrid_models_are_refused_by_name(name, config, tensors, match, folder):
     own = next(tensor for tensor in MODELS[name]["tensors"] if ".layers.0." in tensor).partition(".layers.0.")[0]

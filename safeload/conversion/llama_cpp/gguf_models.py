@@ -484,7 +484,9 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
     """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
     shape = tuple(catalog.about(name).shape)
-    if layout.inputs is not None and shape[-1:] == (config.integer(layout.inputs),):
+    if layout.inputs is not None and shape[-1:] == ((width := config.integer(layout.inputs)),):
+        if shape[-2:-1] == (width,):
+            raise error_about(FormatError, f"{list(shape)} does not show whether it is transposed", tensor=name)
         layout = layout._replace(transposed=False)
     if layout.of_experts(target):
         axes, (_, parts) = 2 if target.endswith(".bias") else 3, layout.part or (0, 1)
