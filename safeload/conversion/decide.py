@@ -753,6 +753,9 @@ class Decider:
         """Apply the rules to a tensor and record the outcome for the summary."""
         assert self._rules is not None
         planned = self._rules.plan(name, tensor)
+        factor = f"{name.removesuffix('.weight')}.scale"
+        if planned.scheme == "nvfp4" and self._request.format == "gguf" and factor in self._descriptions:
+            planned = Planned(None, f"would have {factor} as the factor of its blocks")
         if planned.scheme is None:
             self._kept[name] = planned.reason
         else:

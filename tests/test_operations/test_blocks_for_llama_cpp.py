@@ -183,6 +183,17 @@ def test_shards_and_single_files_give_the_same_file(folder, tmp_path):
     assert one == shards
 
 
+def test_a_scale_that_is_no_factor_of_blocks_keeps_its_matrix(tmp_path):
+    """Gemma 4 has one for each expert, under the name that blocks have theirs."""
+    tensors = {"a.weight": np.ones((4, 64), np.float32), "a.scale": np.arange(4, dtype=np.float32)}
+    safeload.save({**tensors, "b.weight": tensors["a.weight"]}, tmp_path / "x.safetensors")
+    safeload.convert(tmp_path / "x.safetensors", tmp_path / "x.gguf", quantize={"*.weight": "nvfp4"}, keep=())
+    with safeload.open(tmp_path / "x.gguf") as file:
+        dtypes = [file.tensors[name].dtype for name in ("a.weight", "a.scale", "b.weight")]
+        assert dtypes == ["F32", "F32", "NVFP4"]
+        assert (file["a.scale"] == tensors["a.scale"]).all()
+
+
 def test_nvfp4_is_a_target(folder, tmp_path):
     """Codes of the source are copied, what it has in full precision is rounded."""
     source = folder("llama_nvfp4")
