@@ -203,20 +203,17 @@ def test_metadata_is_refused_by_name(metadata, match, written):
     refused(written("llama3", metadata=metadata), match)
 
 
+LARGE_AND_NEGATIVE = [
+    ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(-1), "rope.freq_base must be above 0, got -1"),
+    ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(0), "rope.freq_base must be above 0, got 0"),
+    ("mixtral", "llama.expert_count", np.uint64(2**64 - 1), "'expert_count': a value beyond 64 bits"),
+    ("glm4_moe_lite", "deepseek2.expert_group_used_count", np.float64(1e300), "group_used_count must be a nu"),
+    ("falcon_new", "falcon.attention.head_count", np.uint32(2**32 - 1), "'blk.0.attn_qkv.weight' .* cannot be div"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "key", "value", "match"),
-    [
-        ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(-1), "rope.freq_base must be above 0, got -1"),
-        ("hunyuan_v1_dense", "hunyuan-dense.rope.freq_base", np.float32(0), "rope.freq_base must be above 0, got 0"),
-        ("mixtral", "llama.expert_count", np.uint64(2**64 - 1), "'expert_count': a value beyond 64 bits"),
-        (
-            "glm4_moe_lite",
-            "deepseek2.expert_group_used_count",
-            np.float64(1e300),
-            "expert_group_used_count must be a nu",
-        ),
-        ("falcon_new", "falcon.attention.head_count", np.uint32(2**32 - 1), "'blk.0.attn_qkv.weight' .* cannot be div"),
-    ],
+    ("name", "key", "value", "match"), LARGE_AND_NEGATIVE, ids=[f"{row[0]}-{row[2]}" for row in LARGE_AND_NEGATIVE]
 )
 def test_large_and_negative_numbers_are_refused_by_name(name, key, value, match, written):
     refused(written(name, metadata={key: value}), match)
@@ -293,6 +290,11 @@ def test_ids_beyond_the_vocabulary_are_no_tokens(written, tmp_path):
 )
 def test_tensors_are_refused_by_name(name, tensors, match, written):
     refused(written(name, tensors=tensors), match)
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama3"])
+def test_rotations_that_the_kept_config_does_not_have_are_refused(name, written):
+    refused(written(name, own=True, tensors={"rope_freqs.weight": np.full(8, 2, np.float32)}), "factors of rotations")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def test_values_are_those_of_transformers():
     forms = {form.model_type: form for form in model_families.gguf_forms().values() if form.omitted}
     assert {"llama", "mistral", "qwen3", "gpt_oss"} <= forms.keys()
     for kind, form in forms.items():
-        usual = transformers.AutoConfig.for_model(kind).to_dict()
-        config = inner.ModelConfig({key: usual[key] for key in ("hidden_size",) if key in usual}, kind, form)
-        usual |= {key: value for key, value in usual["rope_parameters"].items() if key == "rope_theta"}
+        usual = transformers.AutoConfig.for_model(form.text_type or kind).get_text_config().to_dict()
+        sizes = {key: usual[key] for key in ("hidden_size", "num_attention_heads") if key in usual}
+        config = inner.ModelConfig(sizes, kind, form)
+        usual |= {key: value for key, value in (usual.get("rope_parameters") or {}).items() if key == "rope_theta"}
         assert {key: config.values[key] for key in form.omitted} == {key: usual[key] for key in form.omitted}, kind

@@ -35,7 +35,7 @@ from ...quant.quantization import without_quantization
 from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
-from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, settings_of
+from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations_of, settings_of
 from .tokenizer import KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
@@ -328,6 +328,9 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         config, notes = config_of(catalog, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
     settings = ModelConfig(config, catalog.title, form)
+    if kept is not None and not has_rotations_of(catalog, settings, form):
+        text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
+        raise FormatError(text, catalog.title)
     recipes = published_recipes(catalog, settings, form, experts)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     tokens = metadata.get(TOKENS)

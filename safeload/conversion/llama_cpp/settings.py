@@ -751,6 +751,17 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
     return catalog.array(name).reshape(-1)
 
 
+def has_rotations_of(catalog: Catalog, config: ModelConfig, form: GgufForm) -> bool:
+    """Return True if the factors of rotations in a file are those of a config."""
+    _, tensors = settings_of(config, form)
+    return all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
+        name in catalog
+        and tuple(catalog.about(name).shape) == expected.shape
+        and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
+        for name, expected in tensors.items()
+    )
+
+
 def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
     """Compare the settings of rotations with the tensors of the file."""
     rope = config.get("rope_parameters", {})
@@ -758,13 +769,7 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     for stated in unknown:
         if stated is not None:
             rope["high_freq_factor"], rope[_ORIGINAL] = stated
-        _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
-        if all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
-            name in catalog
-            and tuple(catalog.about(name).shape) == expected.shape
-            and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
-            for name, expected in tensors.items()
-        ):
+        if has_rotations_of(catalog, ModelConfig(config, catalog.title, form), form):
             return
     text = "the factors of rotations need unknown settings; raw=True keeps the tensors"
     raise UnsupportedError(f"{catalog.title}: {text}")
