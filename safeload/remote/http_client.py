@@ -174,6 +174,7 @@ class Exchange(http.client.HTTPResponse):
 
     wire: Any  # its socket
     headers: Any
+    broken = False  # the connection cannot be used again, though http.client takes the body for ended
 
     def _read_status(self) -> Any:
         """Skip 1xx responses, which a server may send unasked before the final response (RFC 9110, 15.2)."""
@@ -207,6 +208,13 @@ class Exchange(http.client.HTTPResponse):
 
     def receive(self, memory: memoryview) -> int:
         """Fill the beginning of memory with bytes of the body, without a copy; return their number, 0 at the end."""
+        try:
+            return self._receive(memory)
+        except BaseException:
+            self.broken = True
+            raise
+
+    def _receive(self, memory: memoryview) -> int:
         memory = memory[:_PIECE]
         self.wire.left = _PER_BYTE * len(memory) + _BESIDE
         if self.fp is None:
@@ -498,7 +506,7 @@ class Client:
         try:
             yield response._original_response
         finally:
-            if not response.closed:  # a part of the body is unread
+            if response._original_response.broken or not response.closed:  # a part of the body is unread
                 response.close()
             response.release_conn()
 

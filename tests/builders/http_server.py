@@ -244,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.raw is not None:
             self.wfile.write(answer.raw)
             self.close_connection = True
+            if answer.stalled:
+                self.owner.ended.wait(answer.stalled)
             return
         self.send_response(answer.status)
         for name, value in answer.headers.items():

@@ -26,15 +26,15 @@ def in_chunks(body, size=10_000, extension=b"", last=b"0\r\n\r\n"):
     return b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts) + last
 
 
-def answering(*fields, frame=bytes, before="", status="206 Partial Content", first=1, **when):
-    """Answer a range with exactly these fields and this framing of its bytes."""
+def answering(*fields, frame=bytes, before="", status="206 Partial Content", first=1, stalled=0, **when):
+    """Answer a range with exactly these fields and this framing of its bytes; close after ``stalled`` seconds."""
 
     def change(answer, request):
         begin, end = request.range
         body = CONTENT[begin:end]
         place = f"Content-Range: bytes {begin}-{begin + len(body) - 1}/{len(CONTENT)}"
         head = "\r\n".join((f"HTTP/1.1 {status}", place, *(f.replace("SIZE", str(len(body))) for f in fields), "", ""))
-        answer.raw = before.encode() + head.encode("latin-1") + frame(body)
+        answer.raw, answer.stalled = before.encode() + head.encode("latin-1") + frame(body), stalled
 
     return Fault(change, first=first, **when)
 
@@ -137,6 +137,17 @@ def test_a_chunk_without_a_size_is_refused(size):
 def test_chunks_that_hold_more_than_the_range_are_refused(frame, message, first):
     with pytest.raises(RemoteError, match=message):
         read_through(answering(CHUNKED, frame=frame, first=first))
+
+
+@pytest.mark.parametrize("size", [10_000, 1 << 20], ids=["at the end", "in a chunk"])
+def test_a_connection_with_a_broken_frame_is_not_used_again(size):
+    """The server does not close it at once."""
+
+    def frame(body):
+        return in_chunks(body, size, last=b"zz\r\n\r\n")
+
+    with pytest.raises(RemoteError, match="broke off before the end"):
+        read_through(answering(CHUNKED, frame=frame, stalled=2))
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["while it is opened", "while it is read"])
