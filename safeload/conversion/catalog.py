@@ -215,7 +215,7 @@ class Catalog:
         return Catalog(origins, self.mapped)
 
     def selected(self, names: Iterable[str]) -> Catalog:
-        """Return a catalog of some tensors and activation scales; the files are still those of this one."""
+        """Return a catalog of some tensors and activation scales, with the same files."""
         known = dict.fromkeys(names)
         result = copy(self)
         result._known = {name: None for name in known if name in self}
@@ -557,7 +557,7 @@ class TensorView(NamedTuple):
         return part[self.rows]
 
 
-# Rows and columns that are transposed together: ten times as fast as a whole matrix, whose columns miss the cache.
+# Rows and columns that are transposed together: ten times as fast as a whole matrix, because columns miss the cache.
 _TILE_ROWS, _TILE_COLUMNS = 512, 32
 
 

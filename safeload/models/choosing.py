@@ -18,7 +18,7 @@ from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
-# The end of classes whose language model is inside, in a config of its own.
+# The end of classes with a language model inside, in a config of its own.
 _WITH_INNER = "ForConditionalGeneration"
 # Maximum length of a class name, because matching takes quadratic time.
 _CLASS_LENGTH = 200

@@ -96,7 +96,7 @@ def described(path):
         tensors = {}
         for name in file:
             array = file[name]
-            if isinstance(array, safeload.QuantizedTensor):  # in blocks, with their own scales and those beside them
+            if isinstance(array, safeload.QuantizedTensor):  # in blocks, with their own scales and the scales beside
                 parts = {part: np.ascontiguousarray(data) for part, data in array.parts.items()}
                 tensors[name] = [
                     array.scheme,

@@ -95,7 +95,7 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
 
 
 def test_quantize_asks_for_more(folder, tmp_path):
-    """Blocks that a request does not name stay; those that it names are made of the values."""
+    """Blocks that a request does not name stay; the others are made of the values."""
     for name, part, kind in (("gpt_oss_mxfp4", "ffn_gate_exps", "MXFP4"), ("llama_nvfp4", "ffn_gate", "nvfp4")):
         source = folder(name)
         safeload.convert(
@@ -209,7 +209,7 @@ def test_nvfp4_is_a_target(folder, tmp_path):
 
 
 def test_factors_that_llama_cpp_ignores_are_multiplied_before(tmp_path, caplog):
-    """Its graph of Qwen 2 computes without them."""
+    """Its graph of Qwen 2 computes without factors."""
     model, other = MODELS["qwen3_w4a16_nvfp4"], llama_models.listed()["qwen2"]
     tensors = {name: x for name, x in llama_models.tensors_of(model).items() if "q_norm" not in name}
     tensors = {name: x for name, x in tensors.items() if "k_norm" not in name and name != "lm_head.weight"}

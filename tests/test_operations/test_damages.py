@@ -64,7 +64,7 @@ def gguf_file(folder):
     save_gguf(folder, *gguf_model("llama"))
 
 
-# Architectures whose files must say the size of a head.
+# Architectures with files that must say the size of a head.
 WITH_LENGTHS = ("falcon-h1", "nemotron_h", "nemotron_h_moe", "gemma4", "qwen35", "qwen35moe", "qwen3next")
 
 

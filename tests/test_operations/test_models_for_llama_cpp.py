@@ -565,7 +565,7 @@ def test_check_reports_sizes_of_layers_that_are_not_a_number_for_each(key, value
 
 
 def test_kinds_of_heads_stand_in_two_forms_of_a_config(folder, tmp_path):
-    """Published models name the heads of layers without a window, and transformers saves those of each layer."""
+    """Published models name the heads of layers without a window, and transformers saves each layer's."""
     by_layer = MODELS["gemma4_moe"]["config"]
     published = {"per_layer_config": "absent", "global_head_dim": 32, "num_global_key_value_heads": 1}
     assert "global_head_dim" not in by_layer

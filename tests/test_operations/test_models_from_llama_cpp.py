@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 pytest.importorskip("tokenizers")
 
 MODELS = llama_models.plain()
-# Models whose kinds of layers, or other settings, only a config says.
+# Models with kinds of layers, or other settings, that only a config says.
 OWN_FILES_ONLY = (
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_mtp", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_dense", "falcon_h1", "falcon_h1_norm"),
@@ -307,7 +307,7 @@ def test_rotations_that_the_kept_config_does_not_have_are_refused(name, written)
     ],
 )
 def test_a_tensor_that_the_config_needs_is_missing(name, tensor, published, written):
-    """llama.cpp needs none of these, but transformers would fill them with random numbers."""
+    """llama.cpp needs none of these, but transformers would take random numbers."""
     refused(written(name, own=True, tensors={tensor: None}), f"tensors are missing: the config needs '{published}'")
 
 

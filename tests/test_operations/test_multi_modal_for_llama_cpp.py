@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 
 ALL = llama_models.listed()
 MODELS = {name: model for name, model in ALL.items() if name not in llama_models.plain()}
-# Models whose language model has a class of its own.
+# Models with a language model of a class of its own.
 WITH_CLASS = {
     "llava": "llama",
     "mistral3": "mistral",
@@ -29,7 +29,7 @@ WITH_CLASS = {
 
 
 def write(folder, name, *, config=None, rename=None, without=""):
-    """Write a model with another config and other names, without the tensors whose name begins with a text."""
+    """Write a model with another config and other names, without tensors with a prefix."""
     tensors = llama_models.tensors_of(MODELS[name])
     tensors = {key: array for key, array in tensors.items() if not (without and key.startswith(without))}
     if rename is not None:

@@ -1,4 +1,4 @@
-"""Configs that lack keys: GGUF metadata have the values that transformers' config classes have for them."""
+"""Configs that lack keys: GGUF metadata have the values of transformers' config classes."""
 
 import pytest
 from builders import llama_models

@@ -29,7 +29,7 @@ def metadata_of(source, tmp_path):
 
 
 def merged(pieces):
-    """The pairs that form pieces, those of the highest score first."""
+    """The pairs that form pieces, the highest score first."""
     ids = {piece.text: k for k, piece in enumerate(pieces)}
     formed = sorted((piece for piece in pieces if piece.type == 1), key=lambda piece: -piece.score)
     cuts = [(piece.text[:k], piece.text[k:]) for piece in formed for k in range(1, len(piece.text))]
@@ -73,7 +73,7 @@ TABLE = llama_models.pre_tokenizers()
 
 
 def byte_level(tmp_path, steps, ignore_merges):
-    """A model whose tokenizer cuts texts in these steps."""
+    """A model with a tokenizer that cuts texts in these steps."""
     source = llama_models.write_folder(tmp_path / "m", MODELS["qwen2"])
     tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     content = json.loads(tokenizer.to_str())  # as the library writes it

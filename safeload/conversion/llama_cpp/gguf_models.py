@@ -146,7 +146,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
 # ---- codes that stay as they are ----
 
 _SCALED = "nvfp4"  # the block type with factors in tensors beside it
-# Architectures whose graph multiplies by all factors of the language model: src/models of llama.cpp.
+# Architectures with a graph that multiplies by all factors of the language model: src/models of llama.cpp.
 _APPLIES_FACTORS = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe")
 _OF_INPUTS = ("input_scale", "input_global_scale")  # the second divides
 _A4 = ("general.tensor_extra.name", "general.tensor_extra.prec_a4")  # whether activations may have 4 bits
@@ -157,7 +157,7 @@ def _in_blocks(
 ) -> tuple[dict[str, TensorRecipe], dict[str, Any]]:
     """Return recipes that keep the codes of packed sources, and the metadata of these codes."""
     result: dict[str, TensorRecipe] = {}
-    precise, ignored = [], []  # tensors whose activations must have more than 4 bits; whose factors have no effect
+    precise, ignored = [], []  # tensors with activations of more than 4 bits; tensors with factors without effect
     for name, recipe in recipes.items():
         kind = None if is_kept_f32(name) else _block_type(catalog, recipe)
         beside: dict[str, TensorRecipe] = {}
@@ -365,7 +365,7 @@ def _has_towers(config: Mapping[str, Any]) -> bool:
 
 
 def _text_form(catalog: Catalog, form: GgufForm, name: str | None, model_type: Any, end: str = "") -> GgufForm:
-    """Return the family of a language model without its towers, whose class has a head and the given end."""
+    """Return the family of a language model without its towers: a class with a head and the given end."""
     form = gguf_form({"model_type": model_type})[1] or form
     if not form.class_name.endswith(end) or form.class_name.endswith("TextModel"):
         text = f"the file has the language model of {name}, which has no class of its own in transformers"

@@ -752,7 +752,7 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
 
 
 def has_rotations_of(catalog: Catalog, config: ModelConfig, form: GgufForm) -> bool:
-    """Return True if the factors of rotations in a file are those of a config."""
+    """Return True if the factors of rotations in a file follow from a config."""
     _, tensors = settings_of(config, form)
     return all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
         name in catalog

@@ -351,7 +351,7 @@ def _gemma4(files: TokenizerFiles, rows: int) -> Vocabulary:
         if number >= rows:
             raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
         kind = CONTROL if text in special else NORMAL if text in vocab else USER_DEFINED
-        visible = text in _VISIBLE  # chat templates need them in texts
+        visible = text in _VISIBLE  # chat templates need it in texts
         result.put(number, text, BYTE if _is_byte(text) else USER_DEFINED if visible else kind, _ADDED_SCORE)
     result.merges = _spaced(_pairs(files, model))
     return result

@@ -875,7 +875,7 @@ FAMILIES |= {
     ),
     "gpt_neo": ("GPTNeoConfig", {"": ([f"GPTNeo{head}" for head in HEADS], {**NEO, **LABELS})}),
 }
-# Classes that transformers does not have, with those that have the same tensors.
+# Classes that transformers does not have, and classes with the same tensors.
 OTHERS = {"InternLM3ForCausalLM": "LlamaForCausalLM", "LlamaBidirectionalModel": "LlamaModel"}
 
 # Published models: class of the config and of the model, and the sizes in their config.json that are not the defaults.

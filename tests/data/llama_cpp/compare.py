@@ -100,7 +100,7 @@ def trained(row):
 
 
 def compare_cuts(row, folder):
-    """Compare the tokens of texts with those of a tokenizer of these steps."""
+    """Compare the tokens of texts with a tokenizer of these steps."""
     name, tokenizer = row["name"], trained(row)
     rows = tokenizer.get_vocab_size()
     entry = llama_models.listed()["qwen2"]

@@ -149,7 +149,7 @@ def tekken(folder):
 
 
 def gemma4(folder, size=450):
-    """Merges of characters in lines with SentencePiece's spaces, as Gemma 4 has them."""
+    """Merges of characters in lines with SentencePiece's spaces, as in Gemma 4."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|video|>", "<|channel>", "<|tool_call>", "<turn|>"]
     first = [*special, '<|"|>', "<tool>", *(f"<0x{k:02X}>" for k in range(256))]
     trained = Tokenizer(models.BPE())
@@ -258,7 +258,7 @@ _DELTA_NET = {
 _DELTA_NET_MOE = {**_DELTA_NET, **{key: _QWEN_MOE[key] for key in _QWEN_MOE if "_expert" in key or "moe" in key}}
 # Models that are published with experts as [expert, in, out], which transformers 5 does not restore when it saves.
 _TRANSPOSED = ("qwen3_vl_moe",)
-# Towers of multi-modal models, as small as their classes allow; the converter leaves them out.
+# Towers of multi-modal models, as small as their classes allow; the converter leaves each out.
 _QWEN_TOWER = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
 _QWEN_TOWER_2 = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
@@ -1027,7 +1027,7 @@ PACKED = {
 
 
 def packed(shapes, method):
-    """Return the tensors of a model whose linear layers are in codes."""
+    """Return the tensors of a model with linear layers in codes."""
     result = {}
     for name, shape in shapes.items():
         module, (rows, columns) = name.removesuffix(".weight"), shape if len(shape) == 2 else (0, 0)
@@ -1087,7 +1087,7 @@ def config_of(name):
 
 
 def check_names(converter):
-    """Compare the names of pre-tokenizers with those in the converter."""
+    """Compare the names of pre-tokenizers with the converter."""
     code = (Path(converter) / "conversion" / "base.py").read_text(encoding="utf-8")
     names = dict(re.findall(r'chkhsh == "(\w+)":\s+(?:#.*\s+)?res = "(.+)"', code))
     assert names == llama_models.pre_tokenizers()["by_hash"]
