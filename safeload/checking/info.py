@@ -343,10 +343,9 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
         sizes = [_number(metadata, f"{name}.{key}") for key in keys]
         dtype = None
     else:
-        from ..models.schema import LANGUAGE  # imported here: most files have no config.json
+        from ..models.schema import language_of  # imported here: most files have no config.json
 
-        inner = next((part for key in LANGUAGE if isinstance(part := config.get(key), Mapping)), {})
-        both = {**inner, **config}
+        both = {**language_of(config), **config}
         name, dtype = _text(config, "model_type"), _text(both, "torch_dtype", "dtype")
         sizes = [_number(both, *keys) for keys in (_LAYERS, _EXPERTS, _HIDDEN, ("vocab_size",))]
     layers, experts, hidden, words = sizes

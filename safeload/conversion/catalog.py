@@ -703,8 +703,10 @@ class TensorRecipe(NamedTuple):
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
 
 
-# Ends of the names of tensors with the factors of a weight's blocks, and of its activations.
-SCALES_BESIDE = (".scale", ".input_scale")
+def scales_beside(name: str) -> tuple[str, str]:
+    """Return the names of the tensors with the factors of a weight's blocks in GGUF, and of its activations."""
+    module = name.removesuffix(".weight")
+    return f"{module}.scale", f"{module}.input_scale"
 
 
 class RestructuredCatalog(Catalog):
@@ -813,8 +815,8 @@ class RestructuredCatalog(Catalog):
 
     def beside(self, name: str) -> list[str]:
         """Return the tensors that belong to the blocks of a tensor."""
-        blocks, module = self.recipes[name].blocks, name.removesuffix(".weight")
-        return [] if blocks is None else [module + end for end in SCALES_BESIDE if module + end in self.recipes]
+        kept = self.recipes[name].blocks is not None
+        return [scale for scale in scales_beside(name) if scale in self.recipes] if kept else []
 
     def stored(self, name: str) -> QuantizedTensor:
         recipe = self.recipes[name]

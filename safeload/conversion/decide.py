@@ -36,7 +36,7 @@ from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import finder
 from ..quant.families import Preset, preset_of
 from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
-from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
+from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path, scales_beside
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
 from .make import Decision, Outputs, merged, outputs_of, plan, spans_of
 from .quantize import WEIGHTS
@@ -753,7 +753,7 @@ class Decider:
         """Apply the rules to a tensor and record the outcome for the summary."""
         assert self._rules is not None
         planned = self._rules.plan(name, tensor)
-        factor = f"{name.removesuffix('.weight')}.scale"
+        factor, _ = scales_beside(name)
         if planned.scheme == "nvfp4" and self._request.format == "gguf" and factor in self._descriptions:
             planned = Planned(None, f"would have {factor} as the factor of its blocks")
         if planned.scheme is None:

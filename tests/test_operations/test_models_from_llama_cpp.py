@@ -292,6 +292,16 @@ def test_tensors_are_refused_by_name(name, tensors, match, written):
     refused(written(name, tensors=tensors), match)
 
 
+def test_windows_that_llama_cpp_lacks_are_no_warning_on_the_way_back(tmp_path, caplog):
+    model = MODELS["mistral"]
+    source = llama_models.write_folder(tmp_path / "m", {**model, "config": {**model["config"], "sliding_window": 16}})
+    safeload.convert(source, tmp_path / "x.gguf")
+    assert "sliding windows" in caplog.text
+    caplog.clear()
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert "sliding windows" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["mistral", "llama3"])
 def test_rotations_that_the_kept_config_does_not_have_are_refused(name, written):
     refused(written(name, own=True, tensors={"rope_freqs.weight": np.full(8, 2, np.float32)}), "factors of rotations")

@@ -32,10 +32,10 @@ from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS, NUMBER, language_of
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import SCALES_BESIDE, Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView, scales_beside
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
-from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations_of, settings_of
+from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
 from .tokenizer import KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
@@ -163,12 +163,13 @@ def _in_blocks(
         beside: dict[str, TensorRecipe] = {}
         if kind == _SCALED:
             experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
-            for suffix, values in zip(SCALES_BESIDE, zip(*_factors(catalog, recipe), strict=True), strict=True):
+            scale, _ = names = scales_beside(name)
+            for part, values in zip(names, zip(*_factors(catalog, recipe), strict=True), strict=True):
                 factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
                 if (factors != 1).any():
-                    beside[name.removesuffix(".weight") + suffix] = TensorRecipe((experts,), (), constant=factors)
+                    beside[part] = TensorRecipe((experts,), (), constant=factors)
             applied = architecture in _APPLIES_FACTORS and name not in mixtures.EMBEDDINGS
-            if not applied and name.removesuffix(".weight") + SCALES_BESIDE[0] in beside:
+            if not applied and scale in beside:
                 ignored.append(name)
                 kind, beside = None, {}
         result |= {name: recipe._replace(blocks=kind), **beside}
@@ -317,8 +318,11 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         if inner is not config:  # a model of text and images, whose language model is in the file
             text_form = _text_form(catalog, form, name, inner.get("model_type"), "ForCausalLM")
             kinds = {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-            flat = {key: value for key, value in inner.items() if not isinstance(value, Mapping)}
-            config = {k: value for k, value in inner.items() if k in flat or "rope" in k or k == "per_layer_config"}
+            config = {
+                key: value
+                for key, value in inner.items()
+                if not isinstance(value, Mapping) or "rope" in key or key == "per_layer_config"
+            }
             config |= kinds
         elif _has_towers(config):
             _text_form(catalog, form, name, None, "ForCausalLM")
@@ -328,7 +332,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         config, notes = config_of(catalog, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
     settings = ModelConfig(config, catalog.title, form)
-    if kept is not None and not has_rotations_of(catalog, settings, form):
+    if kept is not None and not has_rotations(catalog, rotation_factors(settings, form)):
         text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
         raise FormatError(text, catalog.title)
     recipes = published_recipes(catalog, settings, form, experts)
@@ -582,12 +586,11 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         elif layout.row and len(shape) == 1:
             recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
         elif full not in recipes:
-            targets = [
+            targets = (
                 (other.replace(PLACE, numbers[0]) if numbers else other, part) for other, part in form.targets[place]
-            ]
-            recipes[full] = _joined(
-                catalog, config, form, full, [(target, part) for target, part in targets if target in catalog]
             )
+            joined = [(target, part) for target, part in targets if target in catalog]
+            recipes[full] = _joined(catalog, config, form, full, joined)
     prefix = form.prefix if _NAME_PREFIX in catalog.metadata else ""
     return {name.removeprefix(prefix): recipe for name, recipe in recipes.items()}
 

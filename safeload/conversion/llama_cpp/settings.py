@@ -274,11 +274,14 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     experts, used = (metadata.get(key, 0) for key in ("expert_count", "expert_used_count"))
     if used > experts:
         raise config.fault(f"{used} of {experts} experts are used")
-    rotations = form.rope.types
-    for name, value in config.rope.keys(form) if rotations else ():
+    for name, value in config.rope.keys(form) if form.rope.types else ():
         metadata.setdefault(f"rope.{name}", value)
-    factors = config.rope.tensors(form) if rotations else {}
-    return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, factors
+    return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, rotation_factors(config, form)
+
+
+def rotation_factors(config: ModelConfig, form: GgufForm) -> dict[str, Array]:
+    """Return the tensors with factors of rotations that follow from a config."""
+    return config.rope.tensors(form) if form.rope.types else {}
 
 
 def _setting(config: ModelConfig, key: GgufKey) -> Any:
@@ -751,9 +754,8 @@ def _factors_in(catalog: Catalog, name: str) -> Array:
     return catalog.array(name).reshape(-1)
 
 
-def has_rotations_of(catalog: Catalog, config: ModelConfig, form: GgufForm) -> bool:
-    """Return True if the factors of rotations in a file follow from a config."""
-    _, tensors = settings_of(config, form)
+def has_rotations(catalog: Catalog, tensors: Mapping[str, Array]) -> bool:
+    """Return True if a file has exactly these factors of rotations."""
     return all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
         name in catalog
         and tuple(catalog.about(name).shape) == expected.shape
@@ -769,7 +771,8 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     for stated in unknown:
         if stated is not None:
             rope["high_freq_factor"], rope[_ORIGINAL] = stated
-        if has_rotations_of(catalog, ModelConfig(config, catalog.title, form), form):
+        _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
+        if has_rotations(catalog, tensors):
             return
     text = "the factors of rotations need unknown settings; raw=True keeps the tensors"
     raise UnsupportedError(f"{catalog.title}: {text}")
