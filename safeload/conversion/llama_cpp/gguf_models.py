@@ -36,17 +36,16 @@ from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRec
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
 from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
-from .tokenizer import KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
+from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
 
 # safeload's keys for the way back.
 _CONFIG = "config"
 _EXPERTS, _NAME_PREFIX = f"{KEPT}experts", f"{KEPT}prefix"
-_GENERATION = "generation_config.json"
 _VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
 # Longest name to write.
 _LONGEST = 200
 
-# Keys of `_GENERATION`, and the type of their value.
+# Keys of `GENERATION`, and the type of their value.
 _SAMPLING: dict[str, tuple[tuple[str, ...], type[int] | type[float]]] = {
     "top_k": (("top_k",), gguf.I32),
     "top_p": (("top_p",), gguf.F32),
@@ -126,7 +125,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     metadata = {
         ARCHITECTURE: form.architecture,
         "general.type": "model",
-        **_general_keys(files.folder, shapes, config, form),
+        **_general_keys(files, shapes, config, form),
         **settings,
         **({} if pooling is None else {f"{form.architecture}.{_POOLING}": gguf.U32(pooling)}),
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
@@ -227,26 +226,25 @@ def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Ar
 
 
 def _general_keys(
-    folder: Location, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, form: GgufForm
+    files: TokenizerFiles, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, form: GgufForm
 ) -> dict[str, Any]:
     """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
-    name = folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    name = files.folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
     named = config.values.get("_name_or_path")
     if isinstance(named, str) and named and named.count("/") <= 1:
         name = named.rpartition("/")[2]
-    content = read_if_there((folder / _GENERATION).path, _GENERATION, folder.files) or {}
     keys: dict[str, Any] = {}
     for key, (names, kind) in _SAMPLING.items():
-        value = next((value for name in names if (value := content.get(name)) is not None), None)
+        value = next((value for name in names if (value := files.generation.get(name)) is not None), None)
         numbers = int if kind is gguf.I32 else (int, float)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
-                raise FormatError(f"{_GENERATION}: {names[-1]} must be a number, got {show(value)}", folder.shown)
+                raise files.fault(GENERATION, f"{names[-1]} must be a number, got {show(value)}")
             keys[f"general.sampling.{key}"] = kind(value)
-    tokens = content.get("suppress_tokens") if form.suppresses else None
+    tokens = files.generation.get("suppress_tokens") if form.suppresses else None
     if tokens:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < MAX_PIECES for token in tokens):
-            raise FormatError(f"{_GENERATION}: suppress_tokens must be a list of ids, got {show(tokens)}", folder.shown)
+            raise files.fault(GENERATION, f"suppress_tokens must be a list of ids, got {show(tokens)}")
         keys["tokenizer.ggml.suppress_tokens"] = np.array(tokens, np.int32)
     if name.strip(". "):
         words = name[:_LONGEST].strip().replace("-", " ").split()

@@ -692,6 +692,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         value = number_at(catalog, prefix + key)
         return default if value is None else value
 
+    def head_dim() -> int:
+        size: int = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+        return size
+
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
     kind = text_at(catalog, f"{prefix}scaling.type") or "none"
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -706,7 +710,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
     if "dynamic" in form.rope.types and kind == "none" and number("scaling.original_context_length", 0) == _STRETCHED:
         if not rope["rope_theta"] > 0:
             raise FormatError(f"key {prefix}freq_base must be above 0, got {rope['rope_theta']}", catalog.title)
-        size = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+        size = head_dim()
         alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
         rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
     for key, field in form.keys.items():
@@ -735,7 +739,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         config |= stated_twice
     count = form.keys.get("rope.dimension_count", GgufKey(())).value or ""
     if "partial_rotary_factor" in form.rope.parameters or "rope.partial_rotary_factor" in count:
-        width = max(1, config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"]))
+        width = max(1, head_dim())
         rope["partial_rotary_factor"] = number("dimension_count", width) / width
     sections = catalog.metadata.get(f"{prefix}dimension_sections")
     if "mrope_section" in form.rope.parameters and isinstance(sections, np.ndarray) and sections.dtype.kind in "iu":

@@ -58,7 +58,7 @@ from .sentencepiece import (
 from .settings import ModelConfig, text_at
 
 JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"
-TIKTOKEN = "tiktoken.model"
+TIKTOKEN, GENERATION = "tiktoken.model", "generation_config.json"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
 _PREFIX = "tokenizer.ggml."
 TOKENS = f"{_PREFIX}tokens"
@@ -123,7 +123,7 @@ class TokenizerFiles:
     @cached_property
     def generation(self) -> dict[str, Any]:
         """The content of ``generation_config.json``; empty without one."""
-        return self._read("generation_config.json") or {}
+        return self._read(GENERATION) or {}
 
     def _read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
