@@ -14,6 +14,7 @@ import pytest
 from builders import inside
 from builders.paths import ROOT
 from builders.sources import source
+from builders.thorough import THOROUGH
 
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
@@ -163,6 +164,7 @@ def calls(folder):
     return {name: {owners[s] for s in used[object] if s in owners} for name, object in sources.items()}
 
 
+@pytest.mark.skipif(not THOROUGH, reason="compiles the core once more: the step lint of .ci/run does it")
 @pytest.mark.skipif(CC is None or NM is None or sys.platform == "win32", reason="needs a C compiler and nm")
 @pytest.mark.ahead(function=calls)
 def test_c_calls_go_down(begun_ahead):

@@ -15,7 +15,7 @@ import safeload
 def test_a_target_holds_for_every_input_that_is_known(name):
     inputs, seeds = corpus.read(name), corpus.seeds(name)
     assert len(inputs) + len(seeds) > 4
-    for data in (*inputs, *part_of(seeds, 0, 2)):  # other tests have the other seeds
+    for data in (*inputs, *part_of(seeds, 0, 6)):  # other tests have the other seeds
         targets.TARGETS[name](data)
 
 

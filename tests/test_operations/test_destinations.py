@@ -459,7 +459,7 @@ def test_never_a_mixture_wherever_it_is_killed(there, resume, model):
     place = 2 * [None, "index", "single"].index(there) + resume
     counts = range(1, whole.calls + 1)
     seen = []
-    for count in sorted({1, *part_of(list(counts), 2 * place, 12), whole.calls}):
+    for count in sorted({1, *part_of(list(counts), 4 * place, 24), whole.calls}):
         fs = before.copy_of()
         fs.fails_at, fs.error = count, Killed()
         with pytest.raises(Killed):

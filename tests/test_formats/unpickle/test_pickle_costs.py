@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from builders.inside import torch_globals, unpickler
-from builders.thorough import dealt
+from builders.thorough import THOROUGH, dealt
 from builders.torch_build import Storage, dump, tensor, zip_archive
 
 import safeload
@@ -34,7 +34,7 @@ def calls(function, args, count):
 
 
 ONE = dump(tensor(Storage("0", np.zeros(2, np.float32))))[2:-1]
-N, FEW, LONG = 10_000, 3_000, 50_000  # few of what takes long
+N, FEW, LONG = (10_000, 3_000, 50_000) if THOROUGH else (5_000, 2_000, 50_000)  # few of what takes long
 DENSE = {
     "sets": b"(" + b"\x8f" * N + b"l.",
     "sets in tuples": b"(" + b"\x8f\x85" * FEW + b"l.",
