@@ -137,6 +137,13 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
     return LocalModels(dict.fromkeys(models), sorted({one_line(error) for error in failures}))
 
 
+def tree_of(folder: str) -> LocalModels:
+    """Return the models in a folder and its subfolders, for commands that examine each of them."""
+    failures: list[OSError] = []
+    models = [*_of_folder(folder, FOLDER, failures)]
+    return LocalModels(models, sorted({one_line(error) for error in failures}))
+
+
 # ---- weights among the files of a folder ----
 
 
@@ -265,7 +272,11 @@ def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[Loca
         inner = sorted(name for name in folders if name[:1] != ".")
         names = sorted(name for name in files if name[:1] != ".")
         left -= len(inner) + len(names)
-        folders[:] = inner if left > 0 and title.count("/") + bool(title) < _LEVELS else ()
+        searched = left > 0 and title.count("/") + bool(title) < _LEVELS
+        folders[:] = inner if searched else ()
+        if inner and not searched:
+            reason = f"{MAX_ENTRIES:,} entries" if left <= 0 else f"{_LEVELS} levels"
+            failures.append(OSError(f"{folder}: its folders were not searched, because the limit is {reason}"))
         try:
             status = os.stat(folder)
         except OSError as error:

@@ -24,7 +24,7 @@ from ..core.runtime import paused
 from ..core.showing import Result, ResultTable, figure, table, terminal_columns, width
 from ..core.source import Source, address, of_numbers, of_packed, of_reals
 from ..core.tensors import Tensors
-from ..core.text import printable
+from ..core.text import plural, printable
 from ..errors import UnsupportedError, exported, public
 
 _RECORD = jobs.struct_dtype("sl_stats")
@@ -143,6 +143,15 @@ class StatsTable(ResultTable[TensorStats]):
 
     def _values(self) -> Iterable[Any]:
         return _rows(self.items())
+
+    @property
+    def summary(self) -> str:
+        """The extent and the extremes in a line: "30 tensors, absmax 3.2 (model.norm.weight), 2 NaN"."""
+        known = [(s.absmax, name) for name, s in self.items() if not math.isnan(s.absmax)]
+        peak, name = max(known, default=(0, ""))
+        parts = [plural(len(self), "tensor"), *([f"absmax {_number(peak)} ({printable(name)})"] if known else [])]
+        bad = {"NaN": sum(s.nan for s in self.values()), "infinite": sum(s.inf for s in self.values())}
+        return ", ".join([*parts, *(f"{count:,} {what}" for what, count in bad.items() if count)])
 
     def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
         return [line for line, _ in lines_of([*islice(self.items(), rows)], columns)]

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..core.text import printable, similar
-from ..errors import NoMatchError, SafeloadError
-from .common import STANDARD, complain, log_to_stderr, plain, storage_options
+from .common import FAILURES, STANDARD, complain, log_to_stderr, plain, status_of, storage_options
 from .parsers import COMMANDS, command_parser, top_parser
 
 # Commands for words that people try.
@@ -149,11 +148,8 @@ def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     except Exception as error:
         if interrupts:  # an import that was interrupted raises ImportError
             return _INTERRUPTED
-        if isinstance(error, (SafeloadError, OSError, MemoryError, ModuleNotFoundError)):  # a package for a URL scheme
-            status = 2 if isinstance(error, NoMatchError) else 1
-        elif isinstance(error, (ValueError, TypeError)):
-            status = options.wrong_usage
-        else:
+        if not isinstance(error, FAILURES):
             raise  # a defect of safeload
         complain(error)
+        status = status_of(error, options)
     return status

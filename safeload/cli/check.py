@@ -6,16 +6,35 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from ..core import names, packing
 from ..core.text import plural, printable, size
 from ..errors import FormatError
 from ..remote.url import is_url
 from . import common
-from .parsers import DASK, JSON, OPENING, PATTERNS, STATUS, THREADS, argument, command, flag, one_of, path, selection
+from .parsers import (
+    DASK,
+    JSON,
+    OF_SEVERAL,
+    OPENING,
+    PATHS,
+    PATTERNS,
+    RECURSIVE,
+    STATUS,
+    THREADS,
+    argument,
+    command,
+    flag,
+    one_of,
+    path,
+    selection,
+)
 
 if TYPE_CHECKING:
     from ..checking.findings import CheckReport
@@ -44,9 +63,11 @@ def _schemas() -> list[str]:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
+  safeload check -r models/ --json > results.jsonl
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
-    path(),
+    PATHS,
+    RECURSIVE,
     argument("--config", "FILE", "use this config.json instead of the folder's own"),
     argument(
         "--schema",
@@ -76,19 +97,20 @@ def _schemas() -> list[str]:
     ),
     flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
     *_READING,
-    status=f"{STATUS} With --strict, warnings other than value.constant and value.zero count as errors.",
+    status=f"{STATUS} {OF_SEVERAL} With --strict, warnings other than value.constant and value.zero count as errors.",
 )
 def check(options: argparse.Namespace) -> int:
-    """Print the findings about ``options.path``."""
+    """Print the findings about ``options.paths``."""
     from ..checking.check import settings, validate_path
     from ..checking.findings import HARMLESS_WARNINGS, find
     from ..conversion.destinations import Output
     from ..trust.digests import is_manifest
 
+    common.refuse_several(options, "manifest", "write_manifest", "parameters")
     written, output = options.write_manifest, None
     if written is not None:
         common.refuse(written, "--write-manifest needs a file")
-        sources = options.path, options.config
+        sources = *options.paths, options.config
         output = Output("--write-manifest", written, "manifest", is_manifest, options.overwrite, sources)
         output.check()
     limits = common.given(options, "parameters scale absmax")
@@ -96,58 +118,69 @@ def check(options: argparse.Namespace) -> int:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
     repeated = options.manifest is not None or output is not None
-    reading = common.read_again(options.path) if repeated else nullcontext(common.source(options.path))
-    with common.cluster(options.dask) as executor, reading as options.path:
-        with common.bar("check") as progress:
-            same = common.given(options, "config only drop threads")
-            request = settings(
-                schema=schema, limits=limits, values=not options.structure, executor=executor, progress=progress, **same
-            )
-            report = validate_path(options.path, common.given(options, common.OPENED), request)
-        if report.files and (options.manifest or output is not None):
-            try:
-                _manifest(report, options, executor, output)
-            except FormatError as problem:
-                if problem.path is not None and problem.path not in report.files:
-                    raise
-                report.add([find("file.read", problem=problem)])
-    if options.json:
-        common.print_json(report.to_dict())
-    else:
-        paint = common.painter()
-        for line in map(common.in_options, report.lines(common.columns())):
-            kind, rest = line[:7], line[7:]
-            if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
-                line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest
-            elif line == report.verdict:
-                line = paint(line, "error" if not report.ok else "warning" if report.warnings else "good")
-            print(line)
-        if report.tensors:
-            if report.errors or report.warnings or report.notes:
-                print()
-            print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
-    refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
-    return 0 if report.ok and not refused else 1
+    with common.cluster(options.dask) as executor:
+
+        def examine(path: str) -> common.Outcome:
+            reading = common.read_again(path) if repeated else nullcontext(common.source(path))
+            with reading as place:
+                with common.bar("check") as progress:
+                    same = common.given(options, "config only drop threads")
+                    request = settings(
+                        schema=schema,
+                        limits=limits,
+                        values=not options.structure,
+                        executor=executor,
+                        progress=progress,
+                        **same,
+                    )
+                    report = validate_path(place, common.given(options, common.OPENED), request)
+                if report.files and repeated:
+                    try:
+                        _manifest(report, place, options, executor, output)
+                    except FormatError as problem:
+                        if problem.path is not None and problem.path not in report.files:
+                            raise
+                        report.add([find("file.read", problem=problem)])
+            refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
+            line = common.in_options("; ".join([report.verdict, *map(str, report.errors[:1])]))
+            return int(not report.ok or refused), line, report.to_dict, partial(_print_report, report)
+
+        return common.for_each(options, examine)
+
+
+def _print_report(report: CheckReport) -> None:
+    paint = common.painter()
+    for line in map(common.in_options, report.lines(common.columns())):
+        kind, rest = line[:7], line[7:]
+        if kind.rstrip() in ("error", "warning", "note") and rest.startswith("  "):
+            line = paint(kind, "dim" if kind.startswith("note") else kind.rstrip()) + rest
+        elif line == report.verdict:
+            line = paint(line, "error" if not report.ok else "warning" if report.warnings else "good")
+        print(line)
+    if report.tensors:
+        if report.errors or report.warnings or report.notes:
+            print()
+        print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
 
 
 def _manifest(
-    report: CheckReport, options: argparse.Namespace, executor: Executor | None, output: Output | None
+    report: CheckReport, path: Any, options: argparse.Namespace, executor: Executor | None, output: Output | None
 ) -> None:
     """Compare a checkpoint with a manifest, or write a manifest."""
     from ..checking import manifest
 
     expected = manifest.read(options.manifest) if options.manifest else None
-    with common.open_path(options.path, options) as opened, common.bar("sha256") as progress:
+    with common.open_path(path, options) as opened, common.bar("sha256") as progress:
         current = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
     if expected is not None:
         report.add(manifest.compare(expected, current))
     if output is None:
         return
-    if isinstance(options.path, str) and not is_url(options.path):
+    if isinstance(path, str) and not is_url(path):
         from ..core.memory import thread_count
         from ..trust.verify import digests_of
 
-        current["files"] = digests_of(options.path, thread_count(1 << 40, options.threads), options.write_manifest)
+        current["files"] = digests_of(path, thread_count(1 << 40, options.threads), options.write_manifest)
     output.write(json.dumps(current, indent=1) + "\n", report.files)
     if not options.json:
         name = printable(os.path.basename(options.write_manifest))
@@ -167,17 +200,25 @@ _STATS_ROWS = 100  # on a terminal
   safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
   safeload stats model.safetensors --histogram --only 'h.0.*'
   safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'""",
-    path(),
+    PATHS,
+    RECURSIVE,
     *selection(("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"), _STATS_ROWS),
     flag("--histogram", "also show the distribution of absolute values by powers of two"),
     *_READING,
+    status=f"{STATUS} {OF_SEVERAL}",
 )
 def stats(options: argparse.Namespace) -> int:
-    """Print the statistics of ``options.path``."""
+    """Print the statistics of ``options.paths``."""
+    with common.cluster(options.dask) as executor:
+        return common.for_each(options, partial(_statistics, options, executor))
+
+
+def _statistics(options: argparse.Namespace, executor: Executor | None, path: str) -> common.Outcome:
     from ..checking.stats import lines_of, stats
 
-    with common.open_path(options.path, options) as opened, common.running(options, "stats") as how:
-        results = stats(opened, **common.given(options, "histogram only drop"), **how)
+    with common.open_path(path, options) as opened, common.bar("stats") as progress:
+        same = common.given(options, "histogram only drop threads")
+        results = stats(opened, executor=executor, progress=progress, **same)
     rows = list(results.items())
     if options.sort == "name":
         rows.sort(key=lambda row: names.natural_key(row[0]))
@@ -185,15 +226,18 @@ def stats(options: argparse.Namespace) -> int:
         values = ((name, getattr(statistics, options.sort)) for name, statistics in rows)
         order = {name: math.inf if math.isnan(value) else -value for name, value in values}
         rows.sort(key=lambda row: order[row[0]])
-    if options.json:
+
+    def as_json() -> dict[str, Any]:
         tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
-        common.print_json({"path": common.shown(options.path), "tensors": tensors[: options.limit]})
-        return 0
-    first = rows[: common.most_rows(options, _STATS_ROWS)]
-    common.print_lines(lines_of(first, common.columns(), histogram=options.histogram))
-    if len(first) < len(rows):
-        print(f"... and {plural(len(rows) - len(first), 'tensor')} more{common.hint(options)}")
-    return 0
+        return {"path": common.shown(path), "tensors": tensors[: options.limit]}
+
+    def show() -> None:
+        first = rows[: common.most_rows(options, _STATS_ROWS)]
+        common.print_lines(lines_of(first, common.columns(), histogram=options.histogram))
+        if len(first) < len(rows):
+            print(f"... and {plural(len(rows) - len(first), 'tensor')} more{common.hint(options)}")
+
+    return 0, results.summary, as_json, show
 
 
 # ---- diff ----
@@ -264,8 +308,13 @@ def diff(options: argparse.Namespace) -> int:
   safeload report model.safetensors -o report.html
   safeload report Llama-3.2-1B/ --quantize q4_0 -o llama.html
   safeload report 400GB/ --no-digest""",
-    path(),
-    argument("-o --output", "FILE", "page to write, or - for stdout; default: report.html", default="report.html"),
+    PATHS,
+    RECURSIVE,
+    argument(
+        "-o --output",
+        "FILE",
+        "page to write, or - for stdout; default: report.html; for several models a folder; default: reports",
+    ),
     flag("--overwrite", "replace the file of --output even if safeload did not write it"),
     argument(
         "--quantize",
@@ -284,26 +333,50 @@ def diff(options: argparse.Namespace) -> int:
     *OPENING,
     THREADS,
     JSON,
-    status=f"{STATUS} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the page.",
+    status=f"{STATUS} {OF_SEVERAL} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the "
+    "page.",
 )
 def report(options: argparse.Namespace) -> int:
-    """Write the page about ``options.path``."""
+    """Write the page about ``options.paths``, or a folder with a page about each model."""
     from ..checking.report import is_page, page_of
     from ..conversion.destinations import Output
 
+    alone = common.is_alone(options)
     to_stdout = options.output == common.STANDARD
+    if to_stdout and not alone:
+        raise ValueError("--output - writes a single page to stdout; pass a folder for several models")
     if to_stdout and options.json:
         raise ValueError("--output - and --json both write to stdout; pass only one of them")
-    output = Output("--output", options.output, "report", is_page, options.overwrite, [options.path])
-    if not to_stdout:
-        output.check()
-    with common.read_again(options.path) as path:
-        choices = {"digest": options.digest, "threads": options.threads, "bars": common.bar}
-        text, report = page_of(path, common.given(options, common.OPENED), options.quantize, **choices)
-    nbytes = common.write_to_stdout(text) if to_stdout else output.write(text, report.files)
-    if options.json:
-        common.print_json({"output": options.output, "nbytes": nbytes, "ok": report.ok})
-    else:
-        where, stream = ("stdout", sys.stderr) if to_stdout else (options.output, sys.stdout)
-        print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)
-    return 0 if report.ok else 1
+    output_path = ("report.html" if alone else "reports") if options.output is None else options.output
+    folder = None if alone else output_path
+    if folder is not None:
+        os.makedirs(folder, exist_ok=True)
+    written: set[str] = set()  # pages of this call
+
+    def examine(path: str) -> common.Outcome:
+        target = output_path if folder is None else _page(folder, path, written)
+        output = Output("--output", target, "report", is_page, options.overwrite, [path])
+        if not to_stdout:
+            output.check()
+        with common.read_again(path) as place:
+            choices = {"digest": options.digest, "threads": options.threads, "bars": common.bar}
+            text, report = page_of(place, common.given(options, common.OPENED), options.quantize, **choices)
+        nbytes = common.write_to_stdout(text) if to_stdout else output.write(text, report.files)
+
+        def show() -> None:
+            where, stream = ("stdout", sys.stderr) if to_stdout else (target, sys.stdout)
+            print(f"{printable(where)}: {size(nbytes)}; {printable(report.source)}: {report.verdict}", file=stream)
+
+        result = {"output": target, "nbytes": nbytes, "ok": report.ok}
+        return int(not report.ok), f"{report.verdict}; {target}", lambda: result, show
+
+    return common.for_each(options, examine)
+
+
+def _page(folder: str, path: str, written: set[str]) -> str:
+    """Return the path of a page about a model, which differs from the other pages of this call."""
+    stem = re.sub(r"[^\w.-]+", "-", common.shown(path)).strip("-.") or "model"
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}.html" for number in count(1))
+    page = next(name for name in names if name not in written)
+    written.add(page)
+    return os.path.join(folder, page)

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, BinaryIO
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from .._version import __version__
 from ..core import showing
-from ..core.text import NAME, is_absent, is_terminal, printable, show
-from ..errors import FormatError, SafeloadError, one_line
+from ..core.text import NAME, is_absent, is_terminal, plural, printable, show
+from ..errors import FormatError, NoMatchError, SafeloadError, one_line
 
 if TYPE_CHECKING:
     from ..conversion.executors import Executor
@@ -205,6 +206,80 @@ def write_to_stdout(text: str) -> int:
     return len(data)
 
 
+# ---- several models ----
+
+# What a command says of a model: the exit status, a line, the result as JSON, and a function that prints it whole.
+Outcome: TypeAlias = tuple[int, str, Callable[[], dict[str, Any]], Callable[[], object]]
+
+
+def is_alone(options: argparse.Namespace) -> bool:
+    """Return True if a command gets a single model, and so prints its whole result."""
+    return len(options.paths) == 1 and not options.recursive
+
+
+def refuse_several(options: argparse.Namespace, *names: str) -> None:
+    """Refuse options that name a file of a single model."""
+    for name in names:
+        if getattr(options, name) is not None and not is_alone(options):
+            raise ValueError(f"--{name.replace('_', '-')} takes a single model, without --recursive")
+
+
+def for_each(options: argparse.Namespace, examine: Callable[[str], Outcome]) -> int:
+    """Print the outcome of a model; of several, a line for each and their total. Return the worst exit status."""
+    options.paths = expanded(options.paths)
+    check_once(options.paths)
+    if is_alone(options):
+        status, _, result, show_all = examine(options.paths[0])
+        if options.json:
+            print_json(result())
+        else:
+            show_all()
+        return status
+    count = bad = worst = 0
+    for place, fault in _places(options):
+        try:
+            if fault:
+                raise SafeloadError(fault)
+            status, line, result, _ = examine(place)
+        except BrokenPipeError:
+            raise
+        except FAILURES as error:
+            status, line = status_of(error, options), in_options(one_line(error))
+            result = partial(dict[str, Any], error=line)
+        count, bad, worst = count + 1, bad + (status > 0), max(worst, status)
+        verdict = "error" if status else "ok"
+        if options.json:
+            print_json({"path": shown(place), "status": status, **result()}, indent=None)
+        else:
+            print_lines([(f"{verdict:5}  {printable(shown(place))}: {printable(line)}", "error" if status else "")])
+    total = f"{plural(count, 'model')}: " + (f"{bad:,} with errors" if bad else "no errors")
+    if options.json:
+        print(total, file=sys.stderr)
+    else:
+        print_lines(["", (total, "error" if bad else "good")])
+    return worst
+
+
+def _places(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the paths of models, each with an error or ""; with --recursive, those in folders."""
+    from ..checking.local_models import tree_of  # imported here: few calls search folders
+    from ..remote.url import is_url
+
+    for path in options.paths:
+        if options.recursive and is_url(path):
+            raise ValueError(f"--recursive searches folders on this machine, got {show(shown(path))}")
+    for path in options.paths:
+        if not options.recursive or not os.path.isdir(path):
+            yield path, ""
+            continue
+        tree = tree_of(path)
+        # A file of an incomplete set is whole by itself; the commands find what a folder lacks.
+        yield from ((model.path, "" if os.path.isdir(model.path) else model.note) for model in tree)
+        yield from ((path, note) for note in tree.notes)
+        if not tree and not tree.notes:
+            yield path, "no models found"
+
+
 # ---- rows ----
 
 
@@ -286,6 +361,16 @@ def in_options(text: str) -> str:
 
 columns = showing.terminal_columns
 
+# Errors about files and arguments: the last is a package for a URL scheme.
+FAILURES = SafeloadError, OSError, MemoryError, ValueError, TypeError, ModuleNotFoundError
+
+
+def status_of(error: Exception, options: argparse.Namespace) -> int:
+    """Return the exit status of an error about a file or an argument."""
+    wrong = isinstance(error, (ValueError, TypeError)) and not isinstance(error, (SafeloadError, OSError))
+    return options.wrong_usage if wrong else 2 if isinstance(error, NoMatchError) else 1
+
+
 # How messages of `FileExistsError` begin.
 _EXISTS, _UNFINISHED = "File exists", "An unfinished conversion"
 
@@ -351,11 +436,11 @@ def print_lines(lines: Iterable[str | tuple[str, str]]) -> None:
         print(line if isinstance(line, str) else paint(*line))
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
+def print_json(value: Any, indent: int | None = 1) -> None:
+    """Print a value as JSON, on a single line if ``indent`` is None."""
     import json  # imported here: few commands need it
 
-    print(json.dumps(value, indent=1))
+    print(json.dumps(value, indent=indent))
 
 
 # ---- progress ----

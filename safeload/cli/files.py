@@ -9,13 +9,26 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core.showing import table
 from ..core.text import plural, printable, show
 from ..errors import SafeloadError
 from . import common
-from .parsers import JSON, STORAGE_OPTION, THREADS, TRUSTED, argument, command, flag, repeated
+from .parsers import (
+    JSON,
+    OF_SEVERAL,
+    RECURSIVE,
+    STATUS,
+    STORAGE_OPTION,
+    THREADS,
+    TRUSTED,
+    argument,
+    command,
+    flag,
+    repeated,
+)
 
 if TYPE_CHECKING:
     from ..editing.edit import Edit
@@ -213,34 +226,41 @@ def scan(options: argparse.Namespace) -> int:
 
 Without --against, safeload uses model.sig or a manifest next to the files, or the digests of a cache. A manifest
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.""",
-    argument("path", "PATH", "a folder, a file, a URL, or an ollama:// name"),
+    argument("paths", "PATH", "a folder, a file, a URL, or an ollama:// name; may be repeated", nargs="+"),
+    RECURSIVE,
     argument("--against", "FILE", "manifest or signature; default: the one next to the files"),
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
     JSON,
+    status=f"{STATUS} {OF_SEVERAL}",
 )
 def verify(options: argparse.Namespace) -> int:
-    """Print the report about ``options.path``."""
+    """Print the report about ``options.paths``."""
+    common.refuse_several(options, "against")
+    return common.for_each(options, partial(_verified, options))
+
+
+def _verified(options: argparse.Namespace, path: str) -> common.Outcome:
     from .. import verify
 
-    common.refuse(options.path, "verify compares files")
+    common.refuse(path, "verify compares files")
     against = options.against
     if against is None and (options.key is not None or options.certificate):
         from ..trust.digests import signature_beside
 
-        against = signature_beside(options.path)
+        against = signature_beside(path)
     with common.bar("verify") as progress:
         same = common.given(options, "storage_options threads")
-        report = verify(options.path, against_of(against, options), progress=progress, **same)
-    if options.json:
-        common.print_json(report.to_dict())
-    else:
-        colour = "good" if report.ok else "error"
-        common.print_lines(
-            (line, colour) if line == report.verdict else line for line in report.lines(common.columns())
-        )
-    return 0 if report.ok else 1
+        report = verify(path, against_of(against, options), progress=progress, **same)
+    colour = "good" if report.ok else "error"
+
+    def show() -> None:
+        lines = report.lines(common.columns())
+        common.print_lines((line, colour) if line == report.verdict else line for line in lines)
+
+    first = (f"{file.file} {file.status}" for file in report.faults[:1])
+    return int(not report.ok), "; ".join([report.verdict, *first]), report.to_dict, show
 
 
 def against_of(path: str | None, options: argparse.Namespace) -> Any:

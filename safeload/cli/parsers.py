@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str | None, str]] = {
 }
 
 STATUS = "0 success, 1 the file is bad or cannot be read, 2 wrong usage."
+OF_SEVERAL = "Of several models, the worst counts."
 
 # Attribute of argparse actions: the function that returns what completion offers beside the choices.
 SUGGESTED = "suggested"
@@ -102,6 +103,7 @@ def positive(text: str) -> int:
 
 _PATH = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
 PATHS = argument("paths", "PATH", f"{_PATH}; may be repeated", nargs="+")
+RECURSIVE = flag("-r --recursive", "examine every model in a folder and its subfolders")
 PATTERNS: tuple[Argument, ...] = (
     repeated("--only", "PATTERN", "select tensors by name, for example '*.mlp.*'"),
     repeated("--drop", "PATTERN", "leave out tensors by name"),
@@ -131,7 +133,7 @@ OPENING: tuple[Argument, ...] = (
 )
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
 THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
-JSON = flag("--json", "print everything as one JSON object")
+JSON = flag("--json", "print everything as one JSON object; of several models, a line for each")
 DASK = argument(
     "--dask", "ADDRESS", 'run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file'
 )

@@ -375,7 +375,8 @@ def test_a_mistyped_option_is_one_line(capsys):
     # An abbreviation could become ambiguous with the next new option.
     assert wrong(capsys, "stats", "x", "--sor")[0].endswith(f"--sor, did you mean '--sort'?{end}")
     assert wrong(capsys, "--verb", "info", "x")[0].startswith("safeload: error: ")
-    assert wrong(capsys, "stats", "x", "y\x1b") == [rf"safeload stats: error: unrecognized arguments: y\x1b{end}"]
+    end = "; see safeload get --help"
+    assert wrong(capsys, "get", "x", "y", "z\x1b") == [rf"safeload get: error: unrecognized arguments: z\x1b{end}"]
     assert wrong(capsys, "--nonsense", "info")[0].startswith("safeload: error: ")
 
 
