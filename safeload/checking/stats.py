@@ -38,9 +38,12 @@ _SEGMENT: int = lib.SL_STATS_SEGMENT  # elements per record
 _BINS: int = lib.SL_HISTOGRAM_BINS
 _WORD = 8  # bytes of a bin, and of a field of a record
 
-# Columns of the table, and of a table of at least this width.
+# Columns of the table, and of a table of at least this width; those of spread need a histogram and some width.
 _HEAD, _WIDE = ("tensor", "min", "max", "mean", "std", "bad"), 110
 _WIDE_HEAD = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
+_SPREAD, _SPREAD_WIDTH = ("peak", "outliers"), 60
+
+_OUTLIER = 6.0  # times the root mean square, below the magnitude of an outlier
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -92,6 +95,9 @@ class TensorStats(Result, _StatsFields):
         histogram: int64 of shape [64], the number of finite nonzero values per bin of `HISTOGRAM_EDGES`; None unless
             requested.
         nbytes: bytes of the tensor as stored.
+        peak: absmax / std; nan if std is 0.
+        outliers: share of outliers among the finite values: magnitudes from the first power of two that is at least 6
+            times the root mean square. nan without a histogram.
 
     Example:
         >>> import numpy as np
@@ -112,6 +118,18 @@ class TensorStats(Result, _StatsFields):
 
     def _values(self) -> Iterable[Any]:
         return _rows([("", self)])
+
+    @property
+    def peak(self) -> float:
+        return self.absmax / self.std if self.std else math.nan
+
+    @property
+    def outliers(self) -> float:
+        finite = self.count - self.nan - self.inf
+        if self.histogram is None or not finite:
+            return math.nan
+        first = np.searchsorted(HISTOGRAM_EDGES[:-1], _OUTLIER * math.hypot(self.mean, self.std))
+        return int(self.histogram[first:].sum()) / finite if self.absmax else 0.0
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in lines_of([("", self)], terminal_columns()))
@@ -162,12 +180,18 @@ def lines_of(
 ) -> list[tuple[str, str]]:
     """Return the lines of a table, each with its colour or "", cut to ``columns`` characters if given."""
     wide = width() >= _WIDE
+    spread = width() >= _SPREAD_WIDTH and any(s.histogram is not None for _, s in rows)
     cells: list[tuple[str, ...]] = [_WIDE_HEAD if wide else _HEAD]
+    if spread:
+        at = cells[0].index("std") + 1
+        cells = [(*cells[0][:at], *_SPREAD, *cells[0][at:])]
     for name, s in rows:
         low, high, mean, std = map(_number, (s.min, s.max, s.mean, s.std))
         counts = [f"{count:,}" if count else "" for count in ((s.zeros, s.nan, s.inf) if wide else (s.nan + s.inf,))]
         kind = (s.dtype, str(list(s.shape))) if wide else ()
-        cells.append((printable(name), *kind, low, high, *((_number(s.absmax),) if wide else ()), mean, std, *counts))
+        absmax = (_number(s.absmax),) if wide else ()
+        beyond = (_number(s.peak), _share(s.outliers)) if spread else ()
+        cells.append((printable(name), *kind, low, high, *absmax, mean, std, *beyond, *counts))
     right = frozenset(range(3 if wide else 1, len(cells[0])))
     head, *lines = table(cells[0], cells[1:], right=right, columns=columns)
     result = [(head, "head")]
@@ -180,6 +204,12 @@ def lines_of(
 
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else figure(value, 3)
+
+
+def _share(value: float) -> str:
+    if not value or math.isnan(value):
+        return "-" if value else ""
+    return "<0.01%" if value < 1e-4 else f"{value:.2%}"
 
 
 def _sparkline(bins: list[int]) -> str:

@@ -14,6 +14,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..core import names, packing
+from ..core.showing import plain
 from ..core.text import plural, printable, size
 from ..errors import FormatError
 from ..remote.url import is_url
@@ -193,16 +194,18 @@ _STATS_ROWS = 100  # on a terminal
 
 
 @command(
-    "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, and the numbers of "
-    "NaN, infinite and zero values. Quantized tensors are dequantized first.",
+    "Show minimum, maximum, mean and standard deviation of the finite values of each tensor, the peak (absmax / std), "
+    "the share of outliers, and the numbers of NaN, infinite and zero values. Outliers reach the first power of two "
+    "from 6 times the root mean square. Quantized tensors are dequantized first.",
     """examples:
   safeload stats model.safetensors
   safeload stats Llama-3.2-1B/ --only '*norm*' --sort absmax
+  safeload stats Llama-3.2-1B/ --sort outliers --limit 20
   safeload stats model.safetensors --histogram --only 'h.0.*'
   safeload stats model.safetensors --json | jq '.tensors[] | select(.nan > 0)'""",
     PATHS,
     RECURSIVE,
-    *selection(("name", "min", "max", "absmax", "mean", "std", "nan", "inf", "zeros"), _STATS_ROWS),
+    *selection(("name", "min", "max", "absmax", "mean", "std", "peak", "outliers", "nan", "inf", "zeros"), _STATS_ROWS),
     flag("--histogram", "also show the distribution of absolute values by powers of two"),
     *_READING,
     status=f"{STATUS} {OF_SEVERAL}",
@@ -217,8 +220,8 @@ def _statistics(options: argparse.Namespace, executor: Executor | None, path: st
     from ..checking.stats import lines_of, stats
 
     with common.open_path(path, options) as opened, common.bar("stats") as progress:
-        same = common.given(options, "histogram only drop threads")
-        results = stats(opened, executor=executor, progress=progress, **same)
+        same = common.given(options, "only drop threads")
+        results = stats(opened, histogram=True, executor=executor, progress=progress, **same)
     rows = list(results.items())
     if options.sort == "name":
         rows.sort(key=lambda row: names.natural_key(row[0]))
@@ -228,8 +231,12 @@ def _statistics(options: argparse.Namespace, executor: Executor | None, path: st
         rows.sort(key=lambda row: order[row[0]])
 
     def as_json() -> dict[str, Any]:
-        tensors = [{"name": name, **statistics.to_dict()} for name, statistics in rows]
-        return {"path": common.shown(path), "tensors": tensors[: options.limit]}
+        tensors = []
+        for name, s in rows[: options.limit]:
+            histogram = s.histogram if options.histogram else None
+            spread = plain({"peak": s.peak, "outliers": s.outliers})
+            tensors.append({"name": name, **s._replace(histogram=histogram).to_dict(), **spread})
+        return {"path": common.shown(path), "tensors": tensors}
 
     def show() -> None:
         first = rows[: common.most_rows(options, _STATS_ROWS)]

@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
+from ..core.names import renamed, select
 from ..core.showing import table
 from ..core.text import plural, printable, show
-from ..errors import SafeloadError
+from ..errors import NoMatchError, SafeloadError
 from . import common
 from .parsers import (
     JSON,
@@ -30,10 +32,6 @@ from .parsers import (
     repeated,
 )
 
-if TYPE_CHECKING:
-    from ..editing.edit import Edit
-
-
 # ---- edit ----
 
 _RECOVERED = {
@@ -46,9 +44,9 @@ _RECOVERED = {
 @command(
     "Change the metadata and the tensor names of a safetensors file or folder, and remove tensors; or "
     "change the metadata of a GGUF file.",
-    """examples:
+    r"""examples:
   safeload edit model.safetensors --metadata author=me --metadata format
-  safeload edit model.safetensors --rename lm_head.weight=head.weight --drop rope.freqs
+  safeload edit model.safetensors --rename '^model\.' '' --drop 'rope.*'
   safeload edit model.gguf --metadata general.name='My model'
   safeload edit --recover model.safetensors
 
@@ -56,8 +54,14 @@ The header is rewritten in place if it has room; any other change makes a new fi
 file is the old one or the new one; if safeload reports an interrupted edit, run --recover.""",
     argument("path", "FILE", "a safetensors or GGUF file, or a folder of safetensors shards"),
     repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no =", default=[]),
-    repeated("--rename", "OLD=NEW", "rename a tensor", default=[]),
-    repeated("--drop", "NAME", "remove a tensor", default=[]),
+    repeated(
+        "--rename",
+        ("REGEX", "REPLACEMENT"),
+        r"rename tensors like Python's re.sub: \1 is the first group",
+        nargs=2,
+        default=[],
+    ),
+    repeated("--drop", "PATTERN", "remove tensors by name, for example 'vision.*'", default=[]),
     flag("--force", "edit a file that has several hard links"),
     flag(
         "--recover",
@@ -69,13 +73,15 @@ def edit(options: argparse.Namespace) -> int:
     from ..editing.edit import edit, recover_edit
 
     common.refuse(options.path, "edit changes files")
-    changes = len(options.metadata) + len(options.rename) + len(options.drop)
-    if options.recover == bool(changes):
+    if options.recover == bool(options.metadata or options.rename or options.drop):
         raise ValueError("pass either changes (--metadata, --rename, --drop) or --recover")
     if options.recover:
         print(f"{common.shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
         return 0
     with edit(options.path, force=options.force) as file:
+        dropped = [] if not options.drop else select([*file], options.drop, None)
+        left = [name for name in file if name not in frozenset(dropped)]
+        new_names = _new_names(left, options.rename)
         for text in options.metadata:
             key, sign, value = text.partition("=")
             if sign:
@@ -84,10 +90,16 @@ def edit(options: argparse.Namespace) -> int:
                 del file.metadata[key]
             else:
                 raise ValueError(f"--metadata {show(key)}: there is no such key to remove; pass KEY=VALUE to add one")
-        for text in options.rename:
-            file.rename(*_names(file, text))
-        for name in options.drop:
+        for name in dropped:
             del file[name]
+        # By way of free names, because a new name can be the old name of another tensor.
+        free = (name for k in count() if (name := f"renamed.{k}") not in file and name not in new_names.values())
+        between = dict(zip(new_names, free, strict=False))
+        for old, name in between.items():
+            file.rename(old, name)
+        for old, name in between.items():
+            file.rename(name, new_names[old])
+    changes = len(options.metadata) + len(dropped) + len(new_names)
     print(f"{common.shown(options.path)}: {plural(changes, 'change')}")
     return 0
 
@@ -115,13 +127,15 @@ def _value(metadata: Mapping[str, Any], key: str, text: str) -> Any:
     return float(value) if kind is float else value
 
 
-def _names(file: Edit, text: str) -> tuple[str, str]:
-    """Split OLD=NEW; a name may contain =."""
-    ends = [k for k, character in enumerate(text) if character == "="]
-    if not ends:
-        raise ValueError(f"--rename takes OLD=NEW, got {show(text)}")
-    end = next((k for k in ends if text[:k] in file), ends[0])
-    return text[:end], text[end + 1 :]
+def _new_names(names: list[str], renames: list[list[str]]) -> dict[str, str]:
+    """Return the new names of the tensors that expressions rename, each of which must rename one."""
+    new = dict(zip(names, names, strict=True))
+    for pair in renames:
+        step = renamed(new.values(), [(pair[0], pair[1])])
+        if all(old == name for old, name in step.items()):
+            raise NoMatchError(f"--rename {show(pair[0])} changes none of {plural(len(names), 'name')}")
+        new = {name: step[now] for name, now in new.items()}
+    return {old: name for old, name in new.items() if old != name}
 
 
 # ---- patch ----

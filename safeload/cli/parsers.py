@@ -152,7 +152,9 @@ def selection(keys: Sequence[str], rows: int, order: str = "the order of the fil
     """Return the options that select, sort and limit listed tensors."""
     return (
         *PATTERNS,
-        argument("--sort", None, f"sort by this key, numbers in descending order; default: {order}", choices=keys),
+        argument(
+            "--sort", "KEY", f"sort by {', '.join(keys)}; numbers in descending order; default: {order}", choices=keys
+        ),
         argument("--limit", "N", "show at most N rows", type=positive),
         flag("--all", f"list every tensor, even beyond {rows} rows on a terminal"),
     )

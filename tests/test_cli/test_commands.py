@@ -256,10 +256,10 @@ def test_what_is_no_manifest(text, folder, capsys):
 # ---- stats ----
 
 STATS = """\
-tensor    min  max   mean    std  bad
-step        3    4    3.5    0.5
-a.weight -0.5    2  0.688  0.925
-b           1    1      1      0
+tensor    min  max   mean    std  peak  outliers  bad
+step        3    4    3.5    0.5     8
+a.weight -0.5    2  0.688  0.925  2.16
+b           1    1      1      0     -
 """
 
 
@@ -271,7 +271,7 @@ def test_stats(folder, capsys):
     status, out, err = run(capsys, "stats", "good.safetensors")
     assert (status, squeezed(out), err) == (0, squeezed(STATS), "")
     status, out, _ = run(capsys, "stats", "nan.safetensors", "--only", "a*")
-    assert squeezed(out)[1] == ["a.weight", "-0.5", "2", "0.583", "1.05", "1"]
+    assert squeezed(out)[1] == ["a.weight", "-0.5", "2", "0.583", "1.05", "1.91", "1"]
     _, out, _ = run(capsys, "stats", "good.safetensors", "--sort", "max")
     assert [row[0] for row in squeezed(out)] == ["tensor", "step", "a.weight", "b"]
     _, out, _ = run(capsys, "stats", "good.safetensors", "--sort", "name")
@@ -309,11 +309,13 @@ def test_stats_with_histograms_and_on_a_wide_terminal(folder, capsys, monkeypatc
         "absmax",
         "mean",
         "std",
+        "peak",
+        "outliers",
         "zeros",
         "NaN",
         "Inf",
     ]
-    assert squeezed(out)[1] == ["zero", "F64", "[3]", "0", "0", "0", "0", "0", "3"]
+    assert squeezed(out)[1] == ["zero", "F64", "[3]", "0", "0", "0", "0", "0", "-", "3"]
 
 
 def test_stats_of_many_tensors(folder, capsys):

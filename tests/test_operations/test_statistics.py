@@ -530,3 +530,28 @@ def test_progress():
     seen = []
     stats({"x": np.zeros(3_000_000, np.float32)}, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (12_000_000, 12_000_000)
+
+
+def test_peak_and_outliers_describe_the_spread():
+    values = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    values[:50] *= 100
+    for scale in (1e-3, 1.0, 37.0):
+        stats = safeload.stats(values * np.float32(scale), histogram=True)
+        rms = np.sqrt(np.mean(np.float64(values) ** 2))
+        bound = 2.0 ** np.ceil(np.log2(6 * rms * scale))
+        assert stats.outliers == np.count_nonzero(np.abs(values * np.float32(scale)) >= bound) / values.size > 0
+        assert stats.peak == stats.absmax / stats.std
+    # The mean is no outlier: norms have values around 1.
+    assert safeload.stats(np.float32(1 + 0.01 * values[50:]), histogram=True).outliers == 0
+
+
+def test_peak_and_outliers_of_odd_tensors():
+    for x in (np.zeros(0, np.float32), np.full(3, np.nan, np.float32)):
+        stats = safeload.stats(x, histogram=True)
+        assert np.isnan(stats.peak)
+        assert np.isnan(stats.outliers)
+    assert safeload.stats(np.zeros(3, np.float32), histogram=True).outliers == 0
+    assert np.isnan(safeload.stats(np.ones(3, np.float32)).peak)
+    assert np.isnan(safeload.stats(np.ones(3, np.float32)).outliers)
+    huge = safeload.stats(np.float32([3e38, 1, 1, 1]), histogram=True)  # beyond the last edge: no bin can tell
+    assert huge.outliers == 0

@@ -576,7 +576,7 @@ def test_a_folder_edit_that_fails_leaves_the_folder(folder):
 
 
 def test_the_command_edits(path, gguf, capsys):
-    arguments = ["--metadata", "x=a=b", "--metadata", "y", "--rename", "a=alpha", "--drop", "b"]
+    arguments = ["--metadata", "x=a=b", "--metadata", "y", "--rename", "^a$", "alpha", "--drop", "b"]
     assert main(["edit", str(path), *arguments]) == 0
     assert capsys.readouterr().out == f"{path}: 4 changes\n"
     assert metadata_of(path) == {"x": "a=b"}
@@ -594,15 +594,41 @@ def test_the_command_edits(path, gguf, capsys):
         ([], 2),
         (["--recover", "--drop", "a"], 2),
         (["--metadata", "none"], 2),
-        (["--rename", "a"], 2),
-        (["--rename", "z=y"], 1),
-        (["--drop", "z"], 1),
+        (["--rename", "z", "y"], 2),
+        (["--rename", "(", "y"], 2),
+        (["--rename", "^[ab]$", "x"], 2),
+        (["--rename", "^a$", ""], 2),
+        (["--drop", "z"], 2),
+        (["--drop", "z*"], 2),
+        (["--drop", "a", "--rename", "a", "x"], 2),
     ],
 )
 def test_wrong_arguments_change_nothing(arguments, status, path):
     before = path.read_bytes()
     assert main(["edit", str(path), *arguments]) == status
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_patterns_of_the_command_select_as_those_of_convert(tmp_path, shards):
+    tensors = {f"layers.{k}.{part}": np.full((4, 4), k, np.float32) for k in range(4) for part in ("w", "b")}
+    size = None if shards == 1 else sum(x.nbytes for x in tensors.values()) // shards
+    for name in ("edited", "source"):
+        safeload.save(tensors, tmp_path / name, max_shard_size=size or "1GB")
+    # The layers change places: each new name is the old name of another tensor.
+    arguments = ["--drop", "layers.3.*", "--drop", "*.0.b", "--rename", r"\.([012])\.", r".\1x."]
+    arguments += ["--rename", "0x", "2", "--rename", "1x", "0", "--rename", "2x", "1"]
+    assert main(["edit", str(tmp_path / "edited"), *arguments]) == 0
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "converted"), *arguments]) == 0
+    edited, converted = safeload.load(tmp_path / "edited"), safeload.load(tmp_path / "converted")
+    assert {name: x[0, 0] for name, x in edited.items()} == {name: x[0, 0] for name, x in converted.items()}
+    assert {name: int(x[0, 0]) for name, x in edited.items()} == {
+        "layers.2.w": 0,
+        "layers.0.w": 1,
+        "layers.0.b": 1,
+        "layers.1.w": 2,
+        "layers.1.b": 2,
+    }
 
 
 @pytest.mark.parametrize("name", ["\ud800.safetensors", "../a.safetensors", "a\0.safetensors", "", 1, [], "."])
