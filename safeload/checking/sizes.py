@@ -91,8 +91,12 @@ def sizes(source: Given) -> Sizes:
             for name, about, number in own:
                 if rules.drops(name):
                     continue
-                scheme = rules.plan(name, about).scheme
-                if scheme is None:
+                plan = rules.plan(name, about)
+                scheme = plan.scheme
+                if plan.already:
+                    is_quantized = True
+                    total += number * about.nbytes
+                elif scheme is None:
                     row = rules.kept_dtype(about, None)
                     total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
                 else:

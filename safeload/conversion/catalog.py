@@ -462,9 +462,21 @@ class Catalog:
         return None if packed is None else of_packed(name, packed, self)
 
     def packed(self, name: str) -> Packed | None:
-        """Return a packed tensor of a file as it is stored."""
-        file, number = (None, 0) if self.made(name) is not None else self._places[name][1:]
-        return None if file is None else file.table.packed.get(number)
+        """Return a packed tensor as it is stored, in a file or in memory."""
+        if self.made(name) is not None:
+            return None
+        origin, file, number = self._places[name]
+        if file is not None:
+            return file.table.packed.get(number)
+        value = origin[name]
+        if not isinstance(value, QuantizedTensor) or value.packing is None:
+            return None
+        parts = {}
+        for role, array in value.roles.items():
+            raw: Any = np.ascontiguousarray(jobs.native_order(array)).reshape(-1).view(np.uint8)  # the part owns it
+            row = dtypes.BY_NAME[array.dtype.name]
+            parts[role] = Part(value.names.get(role, role), raw, row, array.shape, 0, raw.size)
+        return Packed(value.packing, parts)
 
     def stored(self, name: str) -> QuantizedTensor:
         """Return a quantized tensor that is not packed as it is stored."""
@@ -812,6 +824,16 @@ class RestructuredCatalog(Catalog):
         recipe = self.recipes[name]
         source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
+
+    def packed(self, name: str) -> Packed | None:
+        source = self.recipes[name].renamed
+        return None if source is None else self.base.packed(source)
+
+    def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
+        source = self.recipes[name].renamed
+        if self.for_engine and dtype is None and source is not None and self.base.about(source).packed:
+            return self.base.value(source, threads)
+        return super().value(name, threads, dtype)
 
     def beside(self, name: str) -> list[str]:
         """Return the tensors that belong to the blocks of a tensor."""

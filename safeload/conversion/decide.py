@@ -38,7 +38,7 @@ from ..quant.families import Preset, preset_of
 from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path, scales_beside
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
-from .make import Decision, Outputs, merged, outputs_of, plan, spans_of
+from .make import COPIED, Decision, Outputs, merged, outputs_of, plan, spans_of
 from .quantize import WEIGHTS
 from .rules import (
     ConvertScheme,
@@ -665,15 +665,17 @@ class Decider:
                 if isinstance(rules, FileTypeRules):
                     metadata, keys = with_file_type(metadata, rules.file_type, keys.items()), {}
                 metadata = {**metadata, **keys, **{key: value for key, value in own.items() if value is not None}}
+        described = engine is not None and not self._quantized and engine.is_described(self._descriptions.values())
         config = parameters = None
         files: dict[str, Location | bytes] = {**catalog.texts}
         if request.folder is not None:
-            config = config_with(catalog.config, self._target, restored=self._restored, schemes=outputs.schemes)
+            restored = self._restored and not described
+            config = config_with(catalog.config, self._target, restored=restored, schemes=outputs.schemes)
             if options["extras"] and catalog.folder is not None:
                 files = {**extras_of(catalog.folder), **files}
         if engine is not None:
             metadata = {"format": engine.engine.metadata, **own}
-            config = engine.config(config, self._quantized, self._kept, names)
+            config = config if described else engine.config(config, self._quantized, self._kept, names)
             if engine.engine.always_indexed:
                 parameters = sum(math.prod(output.shape) for output in outputs.made)
         return outputs._replace(
@@ -712,7 +714,7 @@ class Decider:
             names = self._rules.ordered(names)
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
-            if not self._quantized:
+            if not (self._quantized or self._engine.already):
                 name, reason = next(iter(self._kept.items()), ("", ""))
                 by = "is kept by " if reason.startswith("keep=") else ""
                 why = f": tensor {show(name)} {by}{reason}" if reason else ""
@@ -768,6 +770,8 @@ class Decider:
         row = tensor.row if self._request.format else tensor.element  # in memory, nothing need be stored
         planned = _UNPLANNED if self._rules is None else self._planned(name, tensor)
         if self._engine is not None:
+            if planned.already:
+                return Decision(scheme=self._engine.already[name], codes=COPIED)
             if planned.scheme is not None:
                 return Decision(self._engine.weight_dtype(tensor, self._target).code, planned.scheme)
             target = self._engine.kept_dtype(tensor, self._target)

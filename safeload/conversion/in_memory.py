@@ -204,7 +204,7 @@ def _encoded(
     result, done = QuantizedDict(), 0
     with reporter(how.progress, sum(about.nbytes for about in abouts.values())) as report:
         for name, decision in decisions.items():
-            if decision.scheme is not None:
+            if decision.scheme is not None and not decision.codes:
                 encoding, parts = maker.encoded(name, decision)
                 parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
                 module = name.removesuffix(".weight")

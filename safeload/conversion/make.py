@@ -46,6 +46,8 @@ from .rules import Summary, vectors_for
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
 AS_STORED = -1
+# What becomes of the codes of a source.
+COPIED = "copied"
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
@@ -63,11 +65,12 @@ class Decision(NamedTuple):
     sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
     stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
+    codes: str = ""  # `COPIED` if the codes of the source already have the scheme
 
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.stack or self.partners or self.scheme == packing.INT8:
+        if self.sources or self.stack or self.partners or self.codes or self.scheme == packing.INT8:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
@@ -448,7 +451,11 @@ class Maker:
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:
-        """Return a weight to quantize for an engine when it is written."""
+        """Return a weight to quantize for an engine when it is written, or with its codes as they are."""
+        if decision.codes == COPIED:
+            preset, (_, _, stored) = presets()[decision.scheme or ""], self._as_stored(source)
+            copied = {part.suffix: stored[role] for role, part in preset.parts.items()}
+            return LazyParts(preset.name, tensor.shape, copied, encoded=True)
         encoding = self._encoding(source, decision, tensor.shape)
         constants = encoding.constants()
 
@@ -513,17 +520,20 @@ class Maker:
     def _weights(self, name: str, row: dtypes.Dtype) -> quantize.Weights:
         return quantize.weights_in(self._catalog, name, row, self._free, self._scratch.array, threads=self._threads)
 
-    def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
+    def _as_stored(self, name: str) -> tuple[packing.Packing, Mapping[str, str], dict[str, Lazy]]:
+        """Return a packed tensor with the names and the lazy parts of its roles."""
         _, file, number = self._catalog.place(name)
         packed = None if file is None else file.table.packed.get(number)
         if packed is not None:  # read in chunks, never mapped
             parts = {role: _stored(part, self._threads) for role, part in packed.parts.items()}
-            described, names = packed.packing, packed.names(name)
-        else:
-            value = self._catalog.value(name)
-            roles = value.roles.items()
-            parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
-            described, names = value.packing, value.names
+            return packed.packing, packed.names(name), parts
+        value = self._catalog.value(name)
+        roles = value.roles.items()
+        parts = {role: Lazy(part.dtype, part.shape, partial(np.ascontiguousarray, part)) for role, part in roles}
+        return value.packing, value.names, parts
+
+    def _packed(self, name: str, tensor: TensorDescription) -> LazyParts:
+        described, names, parts = self._as_stored(name)
         if self._format != SAFETENSORS and (self._format, described.family) != ("gguf", packing.GGUF):
             text = f"is {tensor.scheme}, which {self._format} files cannot store: pass dtype="
             raise error_about(UnsupportedError, text, tensor=name)

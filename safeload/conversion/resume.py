@@ -628,7 +628,9 @@ def _complete(
     if plan["quantized"] is not None:
         before, kept = plan["quantized"]
         decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
-        schemes = {name: decision.scheme for name, decision in decisions.items() if decision.scheme is not None}
+        schemes = {
+            name: each.scheme for name, each in decisions.items() if each.scheme is not None and name not in kept
+        }
         summary = Summary(before, total, schemes, kept)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)

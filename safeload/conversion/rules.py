@@ -16,10 +16,13 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
 from ..core import dtypes, packing
 from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, read_at
+from ..core.forking import cached_property
 from ..core.names import check_matches
 from ..core.showing import Result
 from ..core.text import PathLike, error_about, plural, show, subject
@@ -33,10 +36,11 @@ from ..models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_
 from ..models.schema import MAX_EXPERTS, Schema
 from ..quant.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ..quant.finder import conv1d_model, is_named_conv1d
-from ..quant.quantization import Quantization, quantization_of
+from ..quant.packed_group import GroupContext, packing_of
+from ..quant.quantization import Quantization, activations_of, quantization_of
 from ..remote.url import is_url
 from .catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
-from .quantize import WEIGHTS, SchemeName, check_importance
+from .quantize import WEIGHTS, Encoding, SchemeName, check_importance
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
 #: Used for models without a schema; a schema gives the role of each tensor.
@@ -72,8 +76,8 @@ _F32 = dtypes.BY_CODE["F32"]
 class Planned(NamedTuple):
     """The decision about one tensor."""
 
-    scheme: str | None  # None leaves the tensor unquantized
-    reason: str = ""  # why it is, or would be, left unquantized
+    scheme: str | None  # None leaves the tensor as it is
+    reason: str = ""  # why it is, or would be, left as it is
     already: bool = False  # True if it has the requested scheme already
     requested: str | None = None  # the requested scheme, if the rows of the tensor need its fallback
     dtype: str | None = None  # code of the dtype to convert to instead
@@ -395,7 +399,8 @@ _WEIGHT = ".weight"
 _IGNORE = "pass ignore= with its name to leave it unquantized"
 # Why a linear module stays unquantized, so that the config must name it.
 _IS_CONV1D = "is a Conv1D, stored as [in, out]"
-_LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side")
+_IS_LEFT = "is not quantized in the folder"
+_LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side", _IS_LEFT)
 # Modules that choose experts. Engines compute these in full precision, although they are linear.
 _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
 # Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
@@ -427,7 +432,8 @@ class EngineRules:
         chosen: bool,  # True if the caller has chosen the tensors: any model is supported
     ) -> None:
         self.preset, self.engine = preset, preset.engine
-        self._config = config = catalog.config
+        self._catalog, self._config = catalog, catalog.config
+        config = self._config
         self.kept = Kept(keep)
         if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
             self.kept = Kept(keep, catalog.sources_of)
@@ -445,6 +451,8 @@ class EngineRules:
         self.schema = schema if supported else None
         self._tied = choosing.tied_heads(config, dict.fromkeys(catalog).keys())
         self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
+        self.already: dict[str, str] = {}  # the format of each weight that has it already, by name
+        self._written: dict[tuple[Any, ...], tuple[dict[str, Any], packing.Packing]] = {}
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         if not about.floating and about.scheme is None:
@@ -453,6 +461,13 @@ class EngineRules:
         if reason is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
+        if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
+            preset = presets()[self._experts.router]
+        if self._holds(name, preset):
+            self.already[name] = preset.name
+            return Planned(None, f"is already {preset.name}", already=True)
+        if about.scheme is None and self._is_done:
+            return Planned(None, f"{_IS_LEFT}, which is already {self.preset.name}")
         stacked = self._experts is not None and _STACKED.search(name) is not None
         if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
@@ -460,15 +475,45 @@ class EngineRules:
             raise error_about(UnsupportedError, text, tensor=name)
         if any(side % preset.sides for side in shape):
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
-        if self.engine.stacks_experts and preset.group is not None and shape[-1] % preset.group:
-            return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {preset.group}")
-        if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
-            preset = presets()[self._experts.router]
+        if self.engine.stacks_experts and self.preset.group is not None and shape[-1] % self.preset.group:
+            return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {self.preset.group}")
         group = preset.group
         if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
             text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks"
             raise UnsupportedError(f"{subject(name)}{text}: {_IGNORE}", tensor=name)  # the engine has no such kernels
         return Planned(preset.name)
+
+    @cached_property
+    def _is_done(self) -> bool:
+        """True if a weight has the format already: what its folder leaves unquantized stays so."""
+        return any(self._holds(name, self.preset) for name in self._catalog)
+
+    def _holds(self, name: str, preset: Preset) -> bool:
+        """Return True if a weight is stored as we would write it: equal parts, in which a reader finds equal codes."""
+        packed, module = self._catalog.packed(name), name.removesuffix(_WEIGHT)
+        names = {role: module + part.suffix for role, part in preset.parts.items()}
+        if packed is None or {role: part.name for role, part in packed.parts.items()} != names:
+            return False
+        shape, row = packed.packing.shape, packed.parts[packing.SCALE].row
+        whole = preset.group is None or preset.flat or preset.row_block > 1 or shape[-1] % preset.group == 0
+        if len(shape) < 2 or not whole:
+            return False
+        key = preset.name, shape, row.code
+        if key not in self._written:
+            encoding = Encoding(name, preset, shape, row)
+            forms = ((role, encoding.stored(role)) for role in preset.parts)
+            stored = {role: np.broadcast_to(np.zeros((), dtype), sides) for role, (dtype, sides) in forms}
+            parts: dict[str, Array] = {**stored, **encoding.constants()}
+            quantization = quantization_of(preset.lay_out(preset, {}, {}, {}))
+            assert quantization is not None
+            self._written[key] = stored, packing_of(GroupContext({}, quantization), name, names, parts)
+        stored, kind = self._written[key]
+        equal = all(
+            (dtypes.array_dtype(part.row.number), part.shape) == (stored[role].dtype, stored[role].shape)
+            for role, part in packed.parts.items()
+            if role != packing.STATE  # a text
+        )
+        return equal and packed.packing._replace(config="") == kind._replace(config="")
 
     def _reason(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Return why a floating tensor stays unquantized, or None."""
@@ -544,6 +589,12 @@ class EngineRules:
             config = {**config, TIE: not has_head}  # mlx-lm's default is not that of transformers
         return self.preset.lay_out(self.preset, config, left, self._exceptions(quantized, names))
 
+    def is_described(self, tensors: Iterable[TensorDescription]) -> bool:
+        """Return True if the quantization in the source's config describes the result: all codes have the format."""
+        own = quantization_of(self._config)
+        kept = all(about.scheme is None or about.name in self.already for about in tensors)
+        return kept and own is not None and activations_of(own) == activations_of(self.quantization({}))
+
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
         """Return the quantization of a folder with these formats by name, as its reader would parse it."""
         quantization = quantization_of(self.preset.lay_out(self.preset, {}, {}, self._exceptions(quantized, {})))
@@ -554,7 +605,7 @@ class EngineRules:
         """Return the modules with an unusual format."""
         return {
             names.get(name, name).removesuffix(_WEIGHT): presets()[scheme]
-            for name, scheme in quantized.items()
+            for name, scheme in {**quantized, **self.already}.items()
             if scheme != self.preset.name
         }
 

@@ -72,6 +72,8 @@ _QUOTED = 40
 BESIDE = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Keys of a config group beside the settings of its weights, without an effect on weights.
 _BESIDE_WEIGHTS = frozenset(("weights", "targets", "input_activations", "output_activations"))
+# Settings of activations that change the results of a model.
+_OF_ACTIVATIONS = ("num_bits", "type", "strategy", "dynamic", "group_size")
 # Methods of files without a ``quant_method``: they hold nothing but the quantization.
 _METHODS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -271,6 +273,18 @@ def _keeps_basis(scheme: Any) -> bool:
 def overrides_key(quantization: Quantization) -> str:
     """Return GPTQModel's or auto-round's key of the settings of single layers."""
     return "extra_config" if quantization.method in AUTO_ROUND or "extra_config" in quantization.values else "dynamic"
+
+
+def activations_of(quantization: Quantization) -> list[Any]:
+    """Return what a configuration says about activations, to compare it with another one."""
+    groups = [
+        mapping(group).get("input_activations") for group in mapping(quantization.values.get("config_groups")).values()
+    ]
+    scheme = quantization.values.get("activation_scheme")
+    return [
+        scheme,
+        *([{key: mapping(group).get(key) for key in _OF_ACTIVATIONS} for group in groups] if any(groups) else []),
+    ]
 
 
 def is_length(value: Any) -> TypeGuard[int]:

@@ -291,7 +291,10 @@ def test_quantized_experts_are_dequantized_first(models, tmp_path, first, caplog
     caplog.clear()
     safeload.convert(tmp_path / "first", tmp_path / "out", quantize="mlx4")
     assert not caplog.messages
-    assert described(tmp_path / "out/model.safetensors") == described(tmp_path / "expected/model.safetensors")
+    ours, theirs, before = (described(tmp_path / name / "model.safetensors") for name in ("out", "expected", "first"))
+    routers = {key for key in ours if ".mlp.gate." in key and first == "mlx8"}  # 8 bits in every format of MLX
+    assert {key: ours[key] for key in routers} == {key: before[key] for key in routers}
+    assert {key: ours[key] for key in ours.keys() - routers} == {key: theirs[key] for key in theirs.keys() - routers}
     assert read_config(tmp_path / "out") == read_config(tmp_path / "expected")
 
 
