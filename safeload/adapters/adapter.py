@@ -23,6 +23,7 @@ from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import STACK, is_unclear, tied_heads
 from ..models.module_names import foreign_kind, stored_names, unwrapped
+from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from ..quant.patterns import compiled
 
@@ -371,8 +372,11 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
                     text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
                     text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
-    for head, embedding in pairs.items():
-        for adapter, name in [(each, _changed_alone(each, head, embedding)) for each in adapters]:
+    known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs)})
+    for adapter in adapters if pairs else ():
+        own = modules_by_tensor(adapter, known.find)
+        for head, embedding in pairs.items():
+            name = _changed_alone(adapter, own, (head, embedding))
             if name is not None and embedding.endswith(_SHARED):
                 text = f"the adapter changes {show(name)}, but encoder, decoder and head share {show(embedding)}: "
                 text += "merging into one of them is not supported"
@@ -382,14 +386,24 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
     return Heads(pairs, untied)
 
 
-def _changed_alone(adapter: Adapter, head: str, embedding: str) -> str | None:
+def modules_by_tensor(adapter: Adapter, find: Callable[[str], Any]) -> dict[str, list[str]]:
+    """Return the modules of an adapter by the stored tensor that they change; ``find`` takes names of the model."""
+    modules: dict[str, list[str]] = {}
+    for module, parts in adapter.modules.items():
+        name = module if VALUE in parts else f"{module}.weight"
+        place = find(name)
+        modules.setdefault(place if isinstance(place, str) else name, []).append(module)
+    return modules
+
+
+def _changed_alone(adapter: Adapter, own: Mapping[str, Sequence[str]], pair: tuple[str, str]) -> str | None:
     """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
     if adapter.mlx:  # its embeddings are their own heads
         return None
-    pair, modules = (head, embedding), adapter.modules
-    factors = [name for name in pair if modules.get(name.removesuffix(".weight"), {}).keys() & {A, EMBEDDING_A}]
-    changed = factors or [name for name in pair if adapter.is_copy(name)]
-    values = [modules[name][VALUE] for name in pair if VALUE in modules.get(name, ())]
+    modules = [(name, module) for name in pair for module in own.get(name, ())]
+    factors = [name for name, module in modules if adapter.modules[module].keys() & {A, EMBEDDING_A}]
+    changed = factors or [name for name, module in modules if adapter.is_copy(module)]
+    values = [adapter.modules[module][VALUE] for _, module in modules if VALUE in adapter.modules[module]]
     if not factors and (adapter.tying or not changed) and len(values) == 2:
         first, second = map(adapter.checkpoint.tensors.__getitem__, values)
         if (first.dtype, first.shape) == (second.dtype, second.shape):
@@ -415,7 +429,7 @@ _LAYERS = {
 }
 # The layers that mlx-lm stacks, under the last part of the stack's name.
 _MLX_LAYERS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3"), "down_proj": ("down_proj", "w2")}
-# Name parts in the model and in files (Mixtral, MiniMax, PhiMoE; Granite MoE; GPT-NeoX).
+# Name parts in the model and in files without a config (Mixtral, MiniMax, PhiMoE; Granite MoE; GPT-NeoX).
 _RENAMED = (
     (".mlp.", ".block_sparse_moe."),
     (".mlp.router.", ".block_sparse_moe.gate."),
@@ -427,9 +441,9 @@ _RENAMED = (
 
 
 class Apart(NamedTuple):
-    """A stack stored expert by expert."""
+    """A stack stored expert by expert, or a matrix stored layer by layer."""
 
-    experts: int
+    experts: int  # 0 for a matrix
     layers: Sequence[str]  # names of the layers concatenated in each matrix, in order
     rows: int  # of each layer
     columns: int  # of each layer
@@ -437,12 +451,13 @@ class Apart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.experts, len(self.layers) * self.rows, self.columns
+        return *([self.experts] if self.experts else []), len(self.layers) * self.rows, self.columns
 
     def tensors(self) -> Iterator[tuple[str, int, int]]:
         """Yield each stored tensor with its expert and its first row in the expert's matrix."""
-        for expert in range(self.experts):  # without `product`, which would store all numbers that a plan names
-            yield from ((f"{self.outer}.{expert}.{n}.weight", expert, k * self.rows) for k, n in enumerate(self.layers))
+        for expert in range(self.experts or 1):  # without `product`, which would store all numbers that a plan names
+            outer = f"{self.outer}.{expert}" if self.experts else self.outer
+            yield from ((f"{outer}.{layer}.weight", expert, k * self.rows) for k, layer in enumerate(self.layers))
 
 
 class Base:
@@ -456,36 +471,62 @@ class Base:
         shape: Callable[[str], tuple[int, ...]],  # of a stored tensor
         target: Callable[[str], AdapterTarget],  # a stored tensor
         *,
-        places: Mapping[str, str | Apart] | None = None,  # found in the whole base, if this is a part of it
+        heads: Collection[str] = (),  # names of tied heads, stored or not
+        places: Mapping[str, str | Apart | Divided] | None = None,  # found in the whole base, if this is a part of it
     ) -> None:
         self.title, self.names, self._shape, self.target = title, names, shape, target
         model_type = (config or {}).get("model_type")
         self.model_type = model_type if isinstance(model_type, str) else None
         self.is_part = places is not None
-        # Stored names, and stacks of separately stored experts, by the names of the model looked up so far.
+        # Places other than a tensor of the same name, by the names of the model looked up so far.
         self.places = dict(places or {})
+        self.unmapped: dict[str, str] = {}  # names of the model -> reason why they have no place
+        self.turned: set[str] = set()  # names of the model whose matrices are stored transposed
+        self._renames = has_rules(config)
+        self._config, self._heads = config, heads
 
-    def find(self, name: str) -> str | Apart | None:
+    def find(self, name: str) -> str | Apart | Divided | None:
         """Return where a tensor of the model is stored; None if the base lacks it."""
-        if name in self.names:
-            return name
         if name not in self.places and not self.is_part:
-            names = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
-            stored = (text if text in self.names else self._stack(text) for text in names)
-            inside = (self._unwrapped.get(text) for text in names)
-            place = next((place for places in (stored, inside) for place in places if place is not None), None)
-            if place is not None:
-                self.places[name] = place
-        return self.places.get(name)
+            if not self._renames and name in self.names:
+                return name
+            texts = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
+            place = next((place for place in map(self._place, texts) if place is not None), None)
+            if place is None or place == name:
+                return place
+            self.places[name] = place
+        return self.places.get(name, name if name in self.names else None)
 
     @cached_property
-    def _unwrapped(self) -> dict[str, str]:
-        """The stored names by their names without wrappers; few names are missing, so most bases need none."""
-        return stored_names(self.names, self.title)
+    def _known(self) -> ModelNames:
+        """The places by the names of the model; few names are missing, so most bases need none."""
+        stored = stored_names(self.names, self.title)
+        return ModelNames(self._config, {**dict(zip(self._heads, self._heads, strict=True)), **stored})
+
+    def _place(self, name: str) -> str | Apart | Divided | None:
+        place = self._known.find(name)
+        if isinstance(place, Turned):
+            self.turned.add(name)
+            return place.stored
+        if isinstance(place, Joined):
+            outers, layers, _ = zip(*(stored.rsplit(".", 2) for stored in place.stored), strict=True)
+            apart = self._with_sizes(Apart(0, layers, 0, 0, outers[0]))
+            if apart is not None:
+                return apart
+            place = Unmapped(f"transformers joins {', '.join(map(show, place.stored))}")
+        if isinstance(place, Divided) and (not (shape := self._shape(place.stored)) or shape[0] % place.parts):
+            place = Unmapped(f"{show(place.stored)} does not consist of {place.parts} equal parts")
+        if isinstance(place, Unmapped):
+            self.unmapped[name] = place.reason
+            return None
+        return self._stack(name) if place is None else place
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that `find` finds."""
         place = self.find(name) or name
+        if isinstance(place, Divided):
+            rows, *columns = self._shape(place.stored)
+            return rows // place.parts, *columns
         return place.shape if isinstance(place, Apart) else self._shape(place)
 
     def _stack(self, name: str) -> Apart | None:
@@ -496,12 +537,22 @@ class Base:
             block, _, last = name.removesuffix(".weight").rpartition(STACK)
             outer, choices = f"{block}.experts", [(layer,) for layer in _MLX_LAYERS.get(last, ())]
         for layers in choices:
-            present = (all(f"{outer}.{k}.{layer}.weight" in self.names for layer in layers) for k in count())
-            stack = Apart(sum(takewhile(bool, present)), layers, 0, 0, outer)
-            shapes = {self._shape(stored) for stored, _, _ in stack.tensors()}
-            if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
-                return stack._replace(rows=shape[0], columns=shape[1])
+            first = self._known.find(f"{outer}.0.{layers[0]}.weight")
+            if not isinstance(first, str) or not first.endswith(end := f".0.{layers[0]}.weight"):
+                continue
+            inner = first.removesuffix(end)
+            present = (all(f"{inner}.{k}.{layer}.weight" in self.names for layer in layers) for k in count())
+            stack = self._with_sizes(Apart(sum(takewhile(bool, present)), layers, 0, 0, inner))
+            if stack is not None and stack.experts:
+                return stack
         return None
+
+    def _with_sizes(self, apart: Apart) -> Apart | None:
+        """Return tensors with their common shape, or None if they are no matrices of one shape."""
+        names = [stored for stored, _, _ in apart.tensors()]
+        shapes = {self._shape(stored) for stored in names} if all(name in self.names for name in names) else ()
+        matrices = len(shapes) == 1 and len(shape := next(iter(shapes))) == 2
+        return apart._replace(rows=shape[0], columns=shape[1]) if matrices else None
 
 
 # ---- modules ----

@@ -27,8 +27,21 @@ from ..core.restore import rows_apart
 from ..core.source import Source, in_file
 from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..models.renamed import Divided
 from . import adapter as lora
-from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, listed, opened
+from .adapter import (
+    Adapter,
+    AdapterTarget,
+    Apart,
+    Base,
+    Fit,
+    Heads,
+    fitted,
+    heads_of,
+    listed,
+    modules_by_tensor,
+    opened,
+)
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -94,6 +107,7 @@ class Change(NamedTuple):
     stacked: bool = False  # the tensor is a stack of matrices (experts), each with its own factors
     matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
+    divided: Divided | None = None  # the rows of the tensor to change, if not all
 
 
 class Merge:
@@ -121,10 +135,11 @@ class Merge:
         tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
         for adapter, fit in zip(adapters, self.fits, strict=True):
             modules = dict(adapter.modules)
+            own = modules_by_tensor(adapter, base.find) if tied else {}
             for name, other in tied:  # a tensor that replaces one of two tied tensors replaces both
-                value = adapter.modules.get(name, {}).get(lora.VALUE)
-                if value and not adapter.is_copy(name) and other not in adapter.modules and other in base.names:
-                    modules[other] = {lora.VALUE: value}
+                values = [module for module in own.get(name, ()) if lora.VALUE in modules[module]]
+                if values and not adapter.is_copy(values[0]) and other not in own and other in base.names:
+                    modules[other] = adapter.modules[values[0]]
             for module, parts in modules.items():
                 try:
                     self._fit(adapter, fit, module, parts)
@@ -149,7 +164,10 @@ class Merge:
             targets = {f"{module}.weight": weight, f"{module}.bias": bias}
         for model_name, roles in targets.items():  # patterns match the names of the model
             place = base.find(model_name)
-            if isinstance(place, Apart) and module in fit.parameters:
+            if lora.VALUE in roles and model_name in base.turned:
+                text = f"of the adapter replaces {show(model_name)}, which {base.title} stores transposed"
+                raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=roles[lora.VALUE])
+            if isinstance(place, Apart) and (module in fit.parameters or (not place.experts and lora.A in roles)):
                 change = None
                 # The other tensors belong to another piece.
                 for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
@@ -162,10 +180,20 @@ class Merge:
                         whole = target._replace(name=model_name, shape=place.shape)
                         change = self._change(adapter, fit, module, roles, whole)
                     self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + place.rows))))
+            elif isinstance(place, Divided):
+                if place.stored in base.names:
+                    target = base.target(place.stored)
+                    rows = [*target.shape, 0][0]
+                    if not 0 <= place.number < place.parts or rows % place.parts:  # a plan can say anything
+                        text = f"has {rows} rows, which are no {place.parts} parts"
+                        raise error_about(FormatError, text, path=base.title, tensor=place.stored)
+                    target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
+                    change = self._change(adapter, fit, module, roles, target)
+                    self._add(place.stored, change._replace(divided=place))
             elif isinstance(place, str) and place in base.names:
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
-            elif not base.is_part and (lora.VALUE not in roles or model_name not in self.heads.pairs):
+            elif not base.is_part and (lora.VALUE not in roles or place not in self.heads.pairs):
                 raise self._missing(adapter, model_name, next(iter(roles.values())))
 
     def _change(
@@ -234,16 +262,23 @@ class Merge:
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
         if lora.VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
-            own = [earlier for earlier in changes if earlier.adapter is change.adapter]
+            elsewhere = [earlier for earlier in changes if earlier.divided != change.divided]
+            own = [earlier for earlier in changes if earlier.adapter is change.adapter and earlier not in elsewhere]
             # An adapter can have values under two names of a tensor: the first is taken.
-            changes[:] = own if own and lora.VALUE in own[0].parts else [change, *own]
+            changes[:] = [*elsewhere, *(own if own and lora.VALUE in own[0].parts else [change, *own])]
+        elif any((earlier.divided is None) != (change.divided is None) for earlier in changes):
+            text = f"{show(name)} is changed as a whole by one adapter and in parts by another"
+            raise UnsupportedError(text, tensor=name)
         elif any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             text = f"{show(name)} is a stack of matrices for one change and not for another"
             raise UnsupportedError(text, tensor=name)
         else:
             changes.append(change)
 
-    def _missing(self, adapter: Adapter, name: str, tensor: str) -> TensorNotFoundError:
+    def _missing(self, adapter: Adapter, name: str, tensor: str) -> SafeloadError:
+        if name in self.base.unmapped:
+            text = f"of the adapter changes {show(name)} of {self.base.title}: {self.base.unmapped[name]}"
+            return error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
         text = f"of the adapter belongs to {show(name)}, which {self.base.title} does not have"
         first_expert = f"{name.rpartition('.')[0]}.0."
         if name == "lm_head.weight" and any(stored.endswith(_EMBEDDINGS) for stored in self.base.names):
@@ -267,6 +302,20 @@ class Merge:
     def values(self, name: str, row: dtypes.Dtype, out: Array | None = None, threads: int | None = None) -> Array:
         target, changes = self.base.target(name), self.changes[name]
         result = target_array(target.shape, dtypes.array_dtype(row.number), out)
+        divided = next((change.divided for change in changes if change.divided is not None), None)
+        for number in range(1 if divided is None else divided.parts):
+            part, rows = target, slice(None)
+            if divided is not None:
+                rows = slice(number * len(result) // divided.parts, (number + 1) * len(result) // divided.parts)
+                part = _rows_of(target, rows)
+            own = [change for change in changes if change.divided is None or change.divided.number == number]
+            self._fill(result[rows] if divided else result, part, own, row, threads)
+        return result
+
+    def _fill(
+        self, result: Array, target: AdapterTarget, changes: Sequence[Change], row: dtypes.Dtype, threads: int | None
+    ) -> None:
+        """Fill an array with a tensor, or with some of its rows, and its changes."""
         if changes and lora.VALUE in changes[0].parts:  # the adapter's values are in place of the tensor's own
             checkpoint, stored = changes[0].adapter.checkpoint, changes[0].parts[lora.VALUE]
             ((_, file, index),) = tensors_of(checkpoint, [stored])
@@ -289,7 +338,6 @@ class Merge:
             else:
                 for begin, tile in _changed_tiles(matrix, steps):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
-        return result
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
         """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
@@ -331,6 +379,21 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
         squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
     with np.errstate(all="ignore"):
         return step._replace(columns=(magnitude / np.sqrt(squares)).astype(target.work))
+
+
+def _rows_of(target: AdapterTarget, rows: slice) -> AdapterTarget:
+    """Return some rows of a tensor as a tensor."""
+    shape, source = (rows.stop - rows.start, *target.shape[1:]), target.source
+    if source is not None:
+        offset = source.offset + source.row.nbytes(rows.start * math.prod(shape[1:]))
+        source = source._replace(shape=shape, offset=offset)
+
+    def read(at: slice) -> Array:
+        if target.together:
+            return target.read(slice(0, target.shape[0]))[rows][at]
+        return target.read(slice(rows.start + at.start, rows.start + at.stop))
+
+    return target._replace(shape=shape, read=read, source=source)
 
 
 def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
@@ -459,7 +522,14 @@ def fit(
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint
-    base = Base(view.path, view, view.config, lambda name: view.tensors[name].shape, partial(target_of, view))
+    base = Base(
+        view.path,
+        view,
+        view.config,
+        lambda name: view.tensors[name].shape,
+        partial(target_of, view),
+        heads=heads.pairs,
+    )
     return view, Merge(base, adapters, heads, problems=problems)
 
 

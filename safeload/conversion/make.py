@@ -36,6 +36,7 @@ from ..errors import RangeError, SafeloadError, TensorNotFoundError, Unsupported
 from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties
 from ..models.layout import LAYER, Layout, StackedTensor
+from ..models.renamed import Divided
 from ..quant.families import presets
 from . import quantize
 from .catalog import Catalog, Made, TensorDescription, read_values
@@ -751,7 +752,15 @@ def _merged(
     whole = catalog.with_aliases(aliases)
     names = {**dict.fromkeys(catalog), **aliases}  # a piece has more in its files
     target = partial(_target, whole)
-    base = Base(whole.title, names, whole.config, lambda name: whole.about(name).shape, target, places=places)
+    base = Base(
+        whole.title,
+        names,
+        whole.config,
+        lambda name: whole.about(name).shape,
+        target,
+        heads=heads.pairs,
+        places=places,
+    )
     result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
     result.makes, result.merge, result.aliases = True, merge, aliases
     for name in merge.changes:
@@ -791,6 +800,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
         return []
     merge, adapters = catalog.merge, []
     apart = {name: place for name, place in merge.base.places.items() if isinstance(place, Apart)}
+    divided = {name: place for name, place in merge.base.places.items() if isinstance(place, Divided)}
     renamed = {name: place for name, place in merge.base.places.items() if isinstance(place, str)}
     for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
@@ -803,6 +813,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
                 "parameters": fit.parameters,
                 "transposed": sorted(fit.transposed),
                 "apart": apart,
+                "divided": divided,
                 "renamed": renamed,
                 "tied": merge.heads.pairs,
                 "untied": catalog.aliases,
@@ -823,5 +834,9 @@ def reopened(
         weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
         fits.append(Fit(adapter["parameters"], frozenset(adapter["transposed"]), {}))
     base = adapters[0]  # all were fitted to one base
-    places = {**base["renamed"], **{name: Apart(*fields) for name, fields in base["apart"].items()}}
+    places = {
+        **base["renamed"],
+        **{name: Apart(*fields) for name, fields in base["apart"].items()},
+        **{name: Divided(*fields) for name, fields in base["divided"].items()},
+    }
     return _merged(catalog, opened(stack, weighted), Heads(base["tied"], untied), fits, places)
