@@ -365,7 +365,7 @@ def test_patterns_are_the_ends_of_names(tmp_path, pattern, module, matches):
         ({"other": np.ones(4, np.float32)}, ["other", "I64"]),
         (
             {"w.trainable_tokens_delta": np.ones((1, 5), np.float32)},
-            ["trainable_tokens_delta", "a method other than LoRA"],
+            ["trainable_tokens_delta", "0 rows, those of adapter_config.json"],
         ),
         ({}, ["has no tensors"]),
         (

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count, permutations, takewhile
+from itertools import accumulate, count, permutations, takewhile
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ..core.opening import open_paths
 from ..core.source import Source
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
-from ..models.choosing import STACK, is_unclear, tied_heads
+from ..models.choosing import EMBEDDINGS, STACK, is_unclear, tied_heads, vocabulary_sizes
 from ..models.module_names import foreign_kind, stored_names, unwrapped
 from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
 from ..quant.finder import CONV1D, CONV1D_MODELS
@@ -40,7 +40,6 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 _VARIANTS = ("use_bdlora", "alora_invocation_tokens", "arrow_config", "use_qalora", "kasa_config", "monteclora_config")
 _REFUSED = {
     "layer_replication": "repeats layers of the base, which",
-    "trainable_token_indices": "changes rows of embeddings, which",
     **dict.fromkeys(_VARIANTS, "is a variant of LoRA that"),
 }
 # Limits on lists of names, which are compared with the names of modules.
@@ -73,9 +72,9 @@ def _check_method(config: Mapping[str, Any], path: str) -> None:
     """Refuse adapters of PEFT that are no plain LoRA."""
     kind, key = config.get("peft_type"), next(filter(config.get, _REFUSED), None)
     problem = None if key is None else f'"{key}" {_REFUSED[key]} safeload does not merge'
-    if kind != "LORA":
+    if kind not in ("LORA", "TRAINABLE_TOKENS"):
         state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-        problem = f"{state}. safeload merges LoRA adapters only"
+        problem = f"{state}. safeload merges LoRA adapters and trained tokens only"
     if problem is not None:
         raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
@@ -115,6 +114,18 @@ def _names(config: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _token_indices(config: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the trained tokens by the end of the embedding's name; "" is any embedding."""
+    key = "token_indices" if config.get("peft_type") == "TRAINABLE_TOKENS" else "trainable_token_indices"
+    value = config.get(key) or {}
+    lists = value if isinstance(value, Mapping) else {"": value}
+    for indices in lists.values():
+        valid = isinstance(indices, list) and all(type(k) is int and k >= 0 for k in indices)
+        if not valid or len({*indices}) != len(indices):
+            raise FormatError(f'"{key}" must be lists of different token numbers, got {show(indices)}', path)
+    return {module: tuple(indices) for module, indices in lists.items()}
+
+
 def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
@@ -127,6 +138,7 @@ def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
 # Roles of an adapter's tensors.
 A, B, MAGNITUDE, BIAS, VALUE = "A", "B", "magnitude", "bias", "value"
 EMBEDDING_A, EMBEDDING_B = "embedding A", "embedding B"
+TOKENS = "rows of tokens"
 
 _PREFIX = "base_model.model."
 _PEFT = {
@@ -137,10 +149,12 @@ _PEFT = {
     ".lora_embedding_B": EMBEDDING_B,
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".trainable_tokens_delta": TOKENS,
+    ".token_adapter.trainable_tokens_delta": TOKENS,
 }
 # A role in a PEFT name, with the adapter's own name if the state dict of the model was saved ("lora_A.default.weight").
 _ROLE = re.compile(
-    r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(?:\.(?!(?:weight|bias)\Z)([^.]+))?(\.weight|\.bias)?\Z",
+    r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|(?:token_adapter\.)?trainable_tokens_delta)(?:\.(?!(?:weight|bias)\Z)([^.]+))?(\.weight|\.bias)?\Z",
     re.ASCII,
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
@@ -150,8 +164,8 @@ _FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_
 _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
-_WRAPPED = [".base_layer.", _SAVED]
-_NOT_LORA = ("trainable_tokens", "token_adapter", "lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+_WRAPPED = [".base_layer.", ".token_adapter.", _SAVED]
+_NOT_LORA = ("lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 
 
 class Adapter:
@@ -192,6 +206,7 @@ class Adapter:
         # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
         self.parameters = _names(config, "target_parameters", path)
         self.saved = _names(config, "modules_to_save", path)
+        self._indices = _token_indices(config, path)
         # PEFT kept the head and the embedding of a tied model equal.
         self.tying = _flag(config, "ensure_weight_tying", path)
         self.modules = self._modules()
@@ -217,8 +232,18 @@ class Adapter:
     def is_copy(self, name: str) -> bool:
         """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
         stored = self.modules.get(name, {}).get(VALUE)
-        trained = stored is not None and (_SAVED in stored or name.rpartition(".")[0].endswith(self.saved))
+        outer = accumulate(name.split(".")[:-1], "{}.{}".format)  # the module and the modules around it
+        trained = stored is not None and (_SAVED in stored or any(module.endswith(self.saved) for module in outer))
         return trained and not self.mlx
+
+    @cached_property
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of the tokens whose rows a tensor of the adapter has, by its name."""
+        tokens = {}
+        for module, parts in ((module, parts) for module, parts in self.modules.items() if TOKENS in parts):
+            ends = [end for end in self._indices if f".{module}".endswith(f".{end}" if end else "")]
+            tokens[parts[TOKENS]] = self._indices[max(ends, key=len)] if ends else ()
+        return tokens
 
     def rank(self, module: str) -> int:
         """Return the rank of a module with factors, summed over the matrices of a stack."""
@@ -345,6 +370,10 @@ class AdapterTarget(NamedTuple):
     source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
 
 
+def _never_read(rows: Any) -> Array:
+    raise AssertionError("the values are those of an adapter")
+
+
 # ---- tied heads ----
 
 # PEFT changes modules, not weights. A trained copy of a module (`modules_to_save`) and the factors of a module do not
@@ -352,6 +381,8 @@ class AdapterTarget(NamedTuple):
 
 # The end of the name of an embedding shared by an encoder, a decoder and a head.
 _SHARED = "shared.weight"
+# The ends of the names of tensors with a row for each token.
+_VOCABULARY = (*EMBEDDINGS, ".lm_head.weight", ".lm_head.bias", ".embed_out.weight", ".predictions.bias")
 
 
 class Heads(NamedTuple):
@@ -359,6 +390,7 @@ class Heads(NamedTuple):
 
     pairs: Mapping[str, str]  # head -> embedding
     untied: Mapping[str, str]  # head -> embedding, if the head gets its own weights
+    added: Collection[str] = ()  # of a piece: its tensors that the base lacks, such as those of task heads
 
 
 def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
@@ -404,6 +436,10 @@ def _changed_alone(adapter: Adapter, own: Mapping[str, Sequence[str]], pair: tup
     factors = [name for name, module in modules if adapter.modules[module].keys() & {A, EMBEDDING_A}]
     changed = factors or [name for name, module in modules if adapter.is_copy(module)]
     values = [adapter.modules[module][VALUE] for _, module in modules if VALUE in adapter.modules[module]]
+    rows = [adapter.modules[module][TOKENS] for _, module in modules if TOKENS in adapter.modules[module]]
+    if len({(adapter.tokens[name], array.tobytes()) for name, array in adapter.checkpoint.load(rows).items()}) > 1:
+        text = f"the adapter gives {show(pair[0])} and {show(pair[1])} different rows, but the base ties them"
+        raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=rows[0])
     if not factors and (adapter.tying or not changed) and len(values) == 2:
         first, second = map(adapter.checkpoint.tensors.__getitem__, values)
         if (first.dtype, first.shape) == (second.dtype, second.shape):
@@ -474,7 +510,7 @@ class Base:
         heads: Collection[str] = (),  # names of tied heads, stored or not
         places: Mapping[str, str | Apart | Divided] | None = None,  # found in the whole base, if this is a part of it
     ) -> None:
-        self.title, self.names, self._shape, self.target = title, names, shape, target
+        self.title, self.names, self._shape, self._target = title, names, shape, target
         model_type = (config or {}).get("model_type")
         self.model_type = model_type if isinstance(model_type, str) else None
         self.is_part = places is not None
@@ -484,9 +520,57 @@ class Base:
         self.turned: set[str] = set()  # names of the model whose matrices are stored transposed
         self._renames = has_rules(config)
         self._config, self._heads = config, heads
+        # Tensors that an adapter brings whole, with another number of rows or in addition: their shapes and dtypes.
+        self.grown: dict[str, AdapterTarget] = {}
+        self.rows_before: dict[str, int] = {}  # of those with another number of rows
+
+    def grow(self, modules: Iterable[tuple[Adapter, Mapping[str, Mapping[str, str]]]], heads: Heads) -> None:
+        """Find the embeddings and heads of a larger vocabulary, and the task heads that the base lacks."""
+        sizes = vocabulary_sizes(self._config)
+        values = ((a, module, parts[VALUE]) for a, own in modules for module, parts in own.items() if VALUE in parts)
+        for adapter, module, value in values:
+            place, shape = self.find(module), adapter.shape(value)
+            row: dtypes.Dtype | None = dtypes.parse(adapter.checkpoint.tensors[value].dtype)
+            if adapter.mlx or row is None or not row.floating or module in self.unmapped:
+                continue
+            if place in heads.added or (place is None and self._is_task_head(adapter, module)):
+                place = module
+            elif isinstance(place, str) and place in self.names:
+                before, row = self._shape(place), self._target(place).row
+                grows = len(before) > 0 and before[0] != shape[0] and before[1:] == shape[1:]
+                if not grows or not (before[0] in sizes or self.is_part or f".{place}".endswith(_VOCABULARY)):
+                    continue
+                self.rows_before[place] = before[0]
+            else:
+                continue
+            work = np.dtype(np.float64 if row is not None and row.code == "F64" else np.float32)
+            self.grown.setdefault(place, AdapterTarget(place, shape, row, work, _never_read))
+        if self.rows_before and not self.is_part:
+            self._check_vocabulary()
+
+    def _is_task_head(self, adapter: Adapter, module: str) -> bool:
+        """Return whether an adapter brings a trained module whose outermost module the base lacks."""
+        outer = module.partition(".")[0] + "."
+        known = any(name.startswith(outer) for name in (*self.names, *self._heads))
+        return adapter.is_copy(module) and not known
+
+    def _check_vocabulary(self) -> None:
+        """Refuse vocabularies of two sizes."""
+        first, before = next(iter(self.rows_before.items()))
+        after = self.grown[first].shape[0]
+        for name in (name for name in self.names if f".{name}".endswith(_VOCABULARY) or name in self.rows_before):
+            rows = [*self.target(name).shape, 0][0]
+            if rows != after and (name in self.grown or rows == before):
+                text = (
+                    f"the adapter gives {show(first)} {after} rows instead of {before}, but {show(name)} has {rows}: "
+                )
+                text += "train and save embedding and head together"
+                raise UnsupportedError(text, path=self.title, tensor=name)
 
     def find(self, name: str) -> str | Apart | Divided | None:
         """Return where a tensor of the model is stored; None if the base lacks it."""
+        if name in self.grown:
+            return name
         if name not in self.places and not self.is_part:
             if not self._renames and name in self.names:
                 return name
@@ -527,7 +611,13 @@ class Base:
         if isinstance(place, Divided):
             rows, *columns = self._shape(place.stored)
             return rows // place.parts, *columns
-        return place.shape if isinstance(place, Apart) else self._shape(place)
+        if isinstance(place, Apart):
+            return place.shape
+        return self.grown[place].shape if place in self.grown else self._shape(place)
+
+    def target(self, stored: str) -> AdapterTarget:
+        """Return a stored tensor, or one that an adapter brings whole."""
+        return self.grown[stored] if stored in self.grown else self._target(stored)
 
     def _stack(self, name: str) -> Apart | None:
         """Return the stack of this name, or None if the base lacks its experts."""

@@ -131,16 +131,17 @@ class Merge:
         self._cached_factors = lru_cache(_CACHED_STACKS)(_factors)
         # Changes by base tensor, in order; untied heads are included even if unchanged.
         self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
-        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
         tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
-        for adapter, fit in zip(adapters, self.fits, strict=True):
-            modules = dict(adapter.modules)
-            own = modules_by_tensor(adapter, base.find) if tied else {}
-            for name, other in tied:  # a tensor that replaces one of two tied tensors replaces both
-                values = [module for module in own.get(name, ()) if lora.VALUE in modules[module]]
-                if values and not adapter.is_copy(values[0]) and other not in own and other in base.names:
-                    modules[other] = adapter.modules[values[0]]
-            for module, parts in modules.items():
+        modules = [self._with_tied(adapter, tied) for adapter in adapters]
+        try:
+            base.grow(zip(adapters, modules, strict=True), heads)
+        except SafeloadError as error:
+            if problems is None:
+                raise
+            problems.append(error)
+        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
+        for adapter, fit, own in zip(adapters, self.fits, modules, strict=True):
+            for module, parts in own.items():
                 try:
                     self._fit(adapter, fit, module, parts)
                 except SafeloadError as error:  # noqa: PERF203
@@ -150,6 +151,18 @@ class Merge:
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
+
+    def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
+        """Return modules: a tensor or rows that replace those of one of two tied tensors replace both."""
+        modules: dict[str, Mapping[str, str]] = {**adapter.modules}
+        own = modules_by_tensor(adapter, self.base.find) if tied else {}
+        for name, other in tied:
+            for module in own.get(name, ()) if other not in own and other in self.base.names else ():
+                if lora.VALUE in modules[module] and not adapter.is_copy(module):
+                    modules[other] = modules[module]
+                elif lora.TOKENS in modules[module]:
+                    modules[other.removesuffix(".weight")] = {lora.TOKENS: modules[module][lora.TOKENS]}
+        return modules
 
     def _fit(self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str]) -> None:
         """Add the changes of a module."""
@@ -190,10 +203,10 @@ class Merge:
                     target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
                     change = self._change(adapter, fit, module, roles, target)
                     self._add(place.stored, change._replace(divided=place))
-            elif isinstance(place, str) and place in base.names:
+            elif isinstance(place, str) and (place in base.names or place in base.grown):
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
-            elif not base.is_part and (lora.VALUE not in roles or place not in self.heads.pairs):
+            elif not base.is_part and not (place in self.heads.pairs and roles.keys() & {lora.VALUE, lora.TOKENS}):
                 raise self._missing(adapter, model_name, next(iter(roles.values())))
 
     def _change(
@@ -220,6 +233,20 @@ class Merge:
             if adapter.weight != 1:
                 text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
                 raise refused(lora.VALUE, text)
+            return Change(adapter, parts)
+        if lora.TOKENS in parts:
+            tokens = adapter.tokens[parts[lora.TOKENS]]
+            need(len(shape) == 2, lora.TOKENS, "a base of two axes")
+            need(
+                shapes[lora.TOKENS] == (len(tokens), shape[1]),
+                lora.TOKENS,
+                f"{len(tokens)} rows, those of {lora.CONFIG}",
+            )
+            if adapter.weight != 1 or max(tokens, default=0) >= shape[0]:
+                text = f"replaces rows of {show(target.name)}: the weight of its adapter must be 1"
+                if adapter.weight == 1:
+                    text = f"has token {max(tokens)}, but {show(target.name)} of {self.base.title} has {shape[0]} rows"
+                raise refused(lora.TOKENS, text)
             return Change(adapter, parts)
         parameter = module in fit.parameters and not mlx
         if parameter and (adapter.dora or lora.BIAS in parts):
@@ -266,6 +293,8 @@ class Merge:
             own = [earlier for earlier in changes if earlier.adapter is change.adapter and earlier not in elsewhere]
             # An adapter can have values under two names of a tensor: the first is taken.
             changes[:] = [*elsewhere, *(own if own and lora.VALUE in own[0].parts else [change, *own])]
+        elif lora.TOKENS not in change.parts and any(lora.TOKENS in earlier.parts for earlier in changes):
+            raise UnsupportedError(f"{show(name)} is changed after some of its rows were replaced", tensor=name)
         elif any((earlier.divided is None) != (change.divided is None) for earlier in changes):
             text = f"{show(name)} is changed as a whole by one adapter and in parts by another"
             raise UnsupportedError(text, tensor=name)
@@ -322,6 +351,8 @@ class Merge:
             source = in_rows(in_file(checkpoint, stored, file, index), target.work)
             read = checkpoint.get_slice(stored, dtype=target.work.name).__getitem__
             target, changes = target._replace(read=read, together=False, source=source), changes[1:]
+        tokens = [change for change in changes if lora.TOKENS in change.parts]
+        changes = [change for change in changes if lora.TOKENS not in change.parts]
         stacked = any(change.stacked for change in changes)
         factors = [self._factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
@@ -338,6 +369,9 @@ class Merge:
             else:
                 for begin, tile in _changed_tiles(matrix, steps):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
+        for adapter, name in ((change.adapter, change.parts[lora.TOKENS]) for change in tokens):
+            rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
+            result[[*adapter.tokens[name]]] = astype(rows, result.dtype)
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
         """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
@@ -511,7 +545,7 @@ def merging(
     else:
         with ExitStack() as stack:
             base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
-            warn_of_untied(merge.heads, checkpoint.config)
+            warn_of_config(merge, checkpoint.config)
             yield base, merge
 
 
@@ -530,15 +564,28 @@ def fit(
         partial(target_of, view),
         heads=heads.pairs,
     )
-    return view, Merge(base, adapters, heads, problems=problems)
+    merge = Merge(base, adapters, heads, problems=problems)
+    brought = {name: merge.changes[name][0] for name in merge.base.grown if merge.changes.get(name)}
+    places = {name: (change.adapter.checkpoint, change.parts[lora.VALUE]) for name, change in brought.items()}
+    return with_aliases(view, {}, places) if places else view, merge
 
 
-def warn_of_untied(heads: Heads, config: Mapping[str, Any] | None) -> None:
+def warn_of_config(merge: Merge, config: Mapping[str, Any] | None) -> None:
     """Warn if the merged tensors need a config other than the base's."""
-    for head, embedding in heads.untied.items():
+    sizes = vocabulary_of(merge)
+    if sizes is not None:
+        warning('the adapter has a vocabulary of %d: set "vocab_size" to it in the config of the model', sizes[1])
+    for head, embedding in merge.heads.untied.items():
         pair, place = f"{show(head)} and {show(embedding)}", "config" if config is None else "config.json"
         advice = f'load them into a model whose {place} has "tie_word_embeddings": false'
         warning("the adapter gives %s different values: %s", pair, advice)
+
+
+def vocabulary_of(merge: Merge) -> tuple[int, int] | None:
+    """Return the number of rows of the base's vocabulary, and of the vocabulary of the adapters if it is another."""
+    base = merge.base
+    pairs = ((base.rows_before[name], base.grown[name].shape[0]) for name in base.rows_before if name in merge)
+    return next(pairs, None)
 
 
 def load_with_adapters(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
-from ..adapters.merge import Merge, check_floating, in_rows, target_of, warn_of_untied
+from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
 from ..core.atomic_file import AtomicFile
@@ -35,6 +35,7 @@ from ..core.text import absolute, as_texts, debug, error_about, show
 from ..errors import RangeError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats.mixtures import ImportanceMatrix
 from ..models.choosing import untied as without_ties
+from ..models.choosing import with_vocabulary
 from ..models.layout import LAYER, Layout, StackedTensor
 from ..models.renamed import Divided
 from ..quant.families import presets
@@ -761,16 +762,26 @@ def _merged(
         heads=heads.pairs,
         places=places,
     )
-    result, merge = Catalog.of(whole), Merge(base, adapters, heads, fits=fits)
+    merge = Merge(base, adapters, heads, fits=fits)
+    grown = {name: target for name, target in merge.base.grown.items() if name in merge}
+    added = dict.fromkeys((name for name in grown if name not in names), next(iter(catalog), ""))
+    whole, aliases = whole.with_aliases(added), {**aliases, **added}
+    result = Catalog.of(whole)
     result.makes, result.merge, result.aliases = True, merge, aliases
     for name in merge.changes:
         about = whole.about(name)
+        if name in grown:
+            about, row = about._replace(shape=grown[name].shape), grown[name].row
+            if row is not None:
+                about = TensorDescription(name, row.name, about.shape, row.nbytes(math.prod(about.shape)), row, True)
         work = dtypes.BY_CODE["F64" if about.row.code == "F64" else "F32"]
         if not about.packed and (about.quantized or about.row.packed):  # merging turns blocks into numbers
             about = TensorDescription(name, work.name, about.shape, work.nbytes(math.prod(about.shape)), work, True)
         result.rows[name] = Made(partial(merge.values, name), work, about)
     if heads.untied and result.config is not None:
         result.config = without_ties(result.config)
+    if (sizes := vocabulary_of(merge)) is not None and result.config is not None:
+        result.config = with_vocabulary(result.config, *sizes)
     return result
 
 
@@ -790,7 +801,8 @@ def merged(
     heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
     result = _merged(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
-        warn_of_untied(heads, catalog.config)
+        assert result.merge is not None
+        warn_of_config(result.merge, catalog.config)
     return result
 
 
@@ -839,4 +851,8 @@ def reopened(
         **{name: Apart(*fields) for name, fields in base["apart"].items()},
         **{name: Divided(*fields) for name, fields in base["divided"].items()},
     }
-    return _merged(catalog, opened(stack, weighted), Heads(base["tied"], untied), fits, places)
+    heads = {name: embedding for name, embedding in untied.items() if name in base["tied"]}
+    added = {name: stored for name, stored in untied.items() if name not in heads}
+    return _merged(
+        catalog.with_aliases(added), opened(stack, weighted), Heads(base["tied"], heads, added), fits, places
+    )

@@ -725,12 +725,16 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
     return parts
 
 
-def with_aliases(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> Checkpoint:
-    """Return a view of a checkpoint with second names for tensors; both share the open files."""
+def with_aliases(
+    checkpoint: Checkpoint, aliases: Mapping[str, str], places: Mapping[str, tuple[Checkpoint, str]] | None = None
+) -> Checkpoint:
+    """Return a view with second names for tensors, and with the tensors of other checkpoints in ``places`` by name."""
     view = object.__new__(type(checkpoint))
     view.__dict__.update(checkpoint.__dict__)
     where = {name: (file, index) for name, file, index in tensors_of(checkpoint)}
     view._where = {**where, **{alias: where[name] for alias, name in aliases.items()}}
+    view._where.update((name, other._locate(stored)) for name, (other, stored) in (places or {}).items())
+    view.weight_files = [*dict.fromkeys((*view.weight_files, *(file for file, _ in view._where.values())))]
     view._views, view._tensors, view._codes = Views(), None, None
     return view
 

@@ -200,6 +200,7 @@ def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
 # ---- tied heads ----
 
 TIE = "tie_word_embeddings"
+VOCABULARY = "vocab_size"
 
 _HEAD = "lm_head.weight"
 # Conventions of Hugging Face's causal models and of llama.cpp, for models without a schema: a head, the embedding of
@@ -209,7 +210,7 @@ _CONVENTIONS = (
     ("output.weight", "token_embd.weight", "output_norm.weight"),
 )
 # Last parts of the names of embeddings in models without a schema. An encoder and a decoder share the last of these.
-_EMBEDDINGS = (
+EMBEDDINGS = (
     *(".embed_tokens.weight", ".wte.weight", ".word_embeddings.weight", ".tok_embeddings.weight", ".embed_in.weight"),
     *(".embeddings.weight", ".embedding.weight", ".shared.weight"),
 )
@@ -244,8 +245,8 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
     if choice is None:
         tie = _tie_in(config)
         ties = _generates(config) and tie is not False and (tie or _HEAD not in names)
-        embeddings = [name for name in names if ties and f".{name}".endswith(_EMBEDDINGS)]
-        shared = [name for name in embeddings if f".{name}".endswith(_EMBEDDINGS[-1])] or embeddings
+        embeddings = [name for name in names if ties and f".{name}".endswith(EMBEDDINGS)]
+        shared = [name for name in embeddings if f".{name}".endswith(EMBEDDINGS[-1])] or embeddings
         return {_HEAD: shared[0]} if len(shared) == 1 else {}
     result = {}
     with suppress(ValueError):  # the config lacks a key
@@ -266,6 +267,20 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without ties, for a model and the language model inside it."""
     nested = {key: {**value, TIE: False} for key in LANGUAGE if isinstance(value := config.get(key), Mapping)}
     return {**config, **nested, TIE: False}
+
+
+def vocabulary_sizes(config: Mapping[str, Any] | None) -> set[Any]:
+    """Return the sizes of the vocabularies in the configs of a model and of the language model inside it."""
+    inner = [config or {}, *(value for key in LANGUAGE if isinstance(value := (config or {}).get(key), Mapping))]
+    return {part[VOCABULARY] for part in inner if isinstance(part.get(VOCABULARY), int)}
+
+
+def with_vocabulary(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    """Return a config with another size of the vocabulary, for a model and the language model inside it."""
+    nested = {
+        key: with_vocabulary(config[key], before, after) for key in LANGUAGE if isinstance(config.get(key), Mapping)
+    }
+    return {**config, **nested, **({VOCABULARY: after} if config.get(VOCABULARY) == before else {})}
 
 
 def _generates(config: Mapping[str, Any]) -> bool:

@@ -53,7 +53,6 @@ _KINDS = tuple(
          r"|gralora|hira|hra|lily|ln_tuning|miss|osf|peanut|poly|psoft|pvera|randlora|road|shadow|shira|supertuning"
          r"|tinylora|unilora|vblora|waveft|xlora)_", "an adapter of another method of PEFT than LoRA"),
         (r"^(?:prompt_embeddings|prompt_encoder\.|base_model\.prompt_encoder\.)", "a trained prompt"),
-        (r"trainable_tokens_|token_adapter", "an adapter with trained token embeddings"),
         (r"^lora_(?:unet|te[0-9]?|transformer|prior|text)_", "a LoRA adapter of kohya"),
         (r"^diffusion_model\..*\.lora_", "a LoRA adapter of ComfyUI"),
         (r"^(?:blk\..*|token_embd|output)\.weight\.lora_[ab]$", "a LoRA adapter of llama.cpp (GGUF)"),
@@ -64,9 +63,14 @@ _KINDS = tuple(
         (r"^lycoris_", "a LyCORIS adapter"),
         (r"\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)(?:\.|$)", "a LoRA adapter (PEFT)"),
         (r"\.lora_[ab]$", "a LoRA adapter (MLX)"),
+        (r"\.trainable_tokens_delta(?:\.|$)", "an adapter with trained token embeddings"),
     )
 )  # fmt: skip
-_MERGED = ("a LoRA adapter (PEFT", "a LoRA adapter (MLX")  # a rank can follow: "(PEFT, r 8)"
+_MERGED = (
+    "a LoRA adapter (PEFT",
+    "a LoRA adapter (MLX",
+    "an adapter with trained token",
+)  # a rank can follow: "(PEFT, r 8)"
 # Tensors that accompany an adapter's.
 _BESIDE = re.compile(
     r"^base_model\.model\.(?!.*\.base_layer\.)|\.(?:alpha|dora_scale|diff|diff_b|m|magnitude)$", re.ASCII

@@ -26,51 +26,54 @@ def base_of(folder, shapes, model_type, architecture, **config):
     return folder, weights
 
 
+# The type, class and stored name of a base, and the name in memory.
+ROWS = [
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration", f"model.{Q}", NEW),
+    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", f"model.{Q}", NEW),
+    ("qwen2_5_omni_thinker", OMNI, f"thinker.model.{Q}", NEW),
+    ("gemma3", "Gemma3ForConditionalGeneration", OLD, NEW),
+    ("gemma3", "Gemma3ForConditionalGeneration", OLD, f"model.{Q}"),  # trained as Gemma3ForCausalLM
+    ("gemma3", "Gemma3ForConditionalGeneration", NEW, OLD),  # trained with transformers 4
+    ("qwen3_5", "Qwen3_5ForConditionalGeneration", NEW, f"model.{Q}"),
+    ("qwen3_5_text", "Qwen3_5ForCausalLM", f"model.{Q}", NEW),
+    ("paligemma", "PaliGemmaForConditionalGeneration", OLD, NEW),
+    ("internvl", "InternVLForConditionalGeneration", OLD, NEW),
+    ("qwen2_audio", "Qwen2AudioForConditionalGeneration", f"audio_tower.{Q}", f"model.audio_tower.{Q}"),
+    ("nemotron_h", "NemotronHForCausalLM", "backbone.layers.0.mixer.q_proj", "model.layers.0.mixer.q_proj"),
+    (
+        "vit",
+        "ViTForImageClassification",
+        "vit.encoder.layer.0.attention.attention.query",
+        "vit.layers.0.attention.q_proj",
+    ),
+    ("vit", "ViTModel", "encoder.layer.0.attention.attention.query", "layers.0.attention.q_proj"),
+    (
+        "dinov2",
+        "Dinov2ForImageClassification",
+        "dinov2.encoder.layer.0.attention.attention.query",
+        "dinov2.encoder.layer.0.attention.q_proj",
+    ),
+    (
+        "segformer",
+        "SegformerForSemanticSegmentation",
+        "segformer.encoder.block.1.0.attention.self.query",
+        "segformer.stages.1.blocks.0.attention.q_proj",
+    ),
+    # classes without a head, and the other way
+    ("gpt2", "GPT2LMHeadModel", "h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
+    ("bert", "BertModel", "bert.encoder.layer.0.output.dense", "encoder.layer.0.output.dense"),
+    # the second name of the file is the first name in memory
+    (
+        "kimi_k25",
+        "KimiK25ForConditionalGeneration",
+        "vision_tower.encoder.blocks.3.mlp.fc0",
+        "model.vision_tower.layers.3.mlp.fc1",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "stored", "module"),
-    [
-        ("qwen2_vl", "Qwen2VLForConditionalGeneration", f"model.{Q}", NEW),
-        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", f"model.{Q}", NEW),
-        ("qwen2_5_omni_thinker", OMNI, f"thinker.model.{Q}", NEW),
-        ("gemma3", "Gemma3ForConditionalGeneration", OLD, NEW),
-        ("gemma3", "Gemma3ForConditionalGeneration", OLD, f"model.{Q}"),  # trained as Gemma3ForCausalLM
-        ("gemma3", "Gemma3ForConditionalGeneration", NEW, OLD),  # trained with transformers 4
-        ("qwen3_5", "Qwen3_5ForConditionalGeneration", NEW, f"model.{Q}"),
-        ("qwen3_5_text", "Qwen3_5ForCausalLM", f"model.{Q}", NEW),
-        ("paligemma", "PaliGemmaForConditionalGeneration", OLD, NEW),
-        ("internvl", "InternVLForConditionalGeneration", OLD, NEW),
-        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", f"audio_tower.{Q}", f"model.audio_tower.{Q}"),
-        ("nemotron_h", "NemotronHForCausalLM", "backbone.layers.0.mixer.q_proj", "model.layers.0.mixer.q_proj"),
-        (
-            "vit",
-            "ViTForImageClassification",
-            "vit.encoder.layer.0.attention.attention.query",
-            "vit.layers.0.attention.q_proj",
-        ),
-        ("vit", "ViTModel", "encoder.layer.0.attention.attention.query", "layers.0.attention.q_proj"),
-        (
-            "dinov2",
-            "Dinov2ForImageClassification",
-            "dinov2.encoder.layer.0.attention.attention.query",
-            "dinov2.encoder.layer.0.attention.q_proj",
-        ),
-        (
-            "segformer",
-            "SegformerForSemanticSegmentation",
-            "segformer.encoder.block.1.0.attention.self.query",
-            "segformer.stages.1.blocks.0.attention.q_proj",
-        ),
-        # classes without a head, and the other way
-        ("gpt2", "GPT2LMHeadModel", "h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
-        ("bert", "BertModel", "bert.encoder.layer.0.output.dense", "encoder.layer.0.output.dense"),
-        # the second name of the file is the first name in memory
-        (
-            "kimi_k25",
-            "KimiK25ForConditionalGeneration",
-            "vision_tower.encoder.blocks.3.mlp.fc0",
-            "model.vision_tower.layers.3.mlp.fc1",
-        ),
-    ],
+    ("model_type", "architecture", "stored", "module"), ROWS, ids=[f"{k} {row[0]}" for k, row in enumerate(ROWS)]
 )
 def test_names_in_memory(model_type, architecture, stored, module, tmp_path):
     shapes = {f"{stored}.weight": (6, 5), f"{stored.replace('fc0', 'fc1')}.weight": (6, 5), "x.weight": (6, 5)}
