@@ -148,6 +148,24 @@ def test_what_is_not_merged_is_named(kind, name, tmp_path):
     assert note == f"{kind}: changes to the weights of a base model, not a complete model; safeload does not merge it"
 
 
+# The methods of PEFT 0.21.2 besides LORA and TRAINABLE_TOKENS, and writings of these that PEFT does not know.
+METHODS = (
+    "ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 "
+    "LILY LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF PEANUT POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA "
+    "P_TUNING RANDLORA ROAD SHADOW SHIRA SUPERTUNING TINYLORA UNILORA VBLORA VERA WAVEFT XLORA lora QLORA trainable_tokens"
+)
+
+
+@pytest.mark.parametrize("method", METHODS.split())
+def test_methods_of_peft_are_refused_by_name(method, write, tmp_path):
+    """Even if all their tensors have the names of LoRA."""
+    names = [f"base_model.model.{Q}.lora_{x}.weight" for x in "AB"]
+    with pytest.raises(safeload.UnsupportedError, match=f"\"peft_type\" is '{method}'. safeload merges LoRA adapters"):
+        write(names, peft=method)
+    found = safeload.info(tmp_path / "adapter").to_dict()["adapter"]
+    assert (found["merged"], method in found["why"]) == (False, True)
+
+
 @pytest.mark.parametrize(
     "name",
     [

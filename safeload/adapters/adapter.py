@@ -650,6 +650,9 @@ class Base:
 # Models that store experts as [experts, in, out], which every version of PEFT knows.
 _IN_FIRST = frozenset(("gpt_oss",))
 
+# Models whose experts have no gate, so that shapes cannot tell up_proj, which they create first, from down_proj.
+_UP_FIRST = frozenset(("nemotron_h",))
+
 # PEFT adds this to a module's name for each further parameter it changes.
 _INSIDE = ".base_layer"
 # Limit on the changes of one module to tell apart by shape, because every order is tried.
@@ -757,6 +760,8 @@ def _matched(
         suits = {(module, name): _suits(adapter, module, base.shape(name)) for module in modules for name in names}
         tried = (order for order in permutations(names) if all(map(suits.get, zip(modules, order, strict=True))))
         orders = [*tried] or orders
+        if base.model_type in _UP_FIRST and tuple(sorted(names)) in orders:  # down_proj is the last, so the outermost
+            orders = [tuple(sorted(names))]
     if len(orders) > 1 or len(names) > _MAX_PARAMETERS:
         reason = "neither shapes nor names tell which change belongs to which tensor"
     if not reason:

@@ -191,6 +191,27 @@ def test_what_has_no_place_is_refused_by_name(model, shapes, module, words, tmp_
     assert all(word in str(caught.value) for word in [module[:30], *words]), caught.value
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_without_a_gate_have_the_order_of_nemotron_h(turned, tmp_path):
+    """Shapes do not tell up_proj from down_proj; PEFT's order does, and older versions of PEFT exchange in and out."""
+    stem, module = "backbone.layers.0.mixer.experts", "model.layers.0.mixer.experts"
+    shapes = {
+        f"{stem}.{k}.{name}.weight": shape
+        for k in (0, 1)
+        for name, shape in (("up_proj", (6, 5)), ("down_proj", (5, 6)))
+    }
+    base, before = base_of(tmp_path / "base", shapes, "nemotron_h", "NemotronHForCausalLM")
+    sizes = [(5, 6), (6, 5)] if not turned else [(6, 5), (5, 6)]
+    parts = {**pair(*sizes[0], rank=4, module=module), **pair(*sizes[1], rank=4, module=f"{module}.base_layer", seed=1)}
+    adapter = write(tmp_path / "lora", parts, target_parameters=["experts.down_proj", "experts.up_proj"])
+    merged = safeload.load(base, adapters=adapter)
+    for seed, name, (rows, columns) in ((0, "down_proj", sizes[0]), (1, "up_proj", sizes[1])):
+        a, b = pair(rows, columns, rank=4, seed=seed).values()
+        change = 2 * np.einsum("ore,eri->eoi", b.reshape(rows, 2, 2), a.reshape(2, 2, columns))
+        for k, matrix in enumerate(change.swapaxes(1, 2) if turned else change):
+            assert_merged(merged[f"{stem}.{k}.{name}.weight"], before[f"{stem}.{k}.{name}.weight"] + matrix, 4)
+
+
 def test_a_saved_stack_that_files_hold_transposed_is_refused(tmp_path):
     name = "model.language_model.layers.0.mlp.experts.down_proj"
     base, _ = base_of(tmp_path / "base", {name: (3, 5, 5)}, "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration")

@@ -7,6 +7,7 @@ transformers writes base and result under the published names. A class whose sma
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +44,17 @@ EPS = float(np.finfo(np.float32).eps)
 
 def shrunk(config):
     """A configuration with small sizes, in nested ones too."""
+    layers = getattr(config, "num_hidden_layers", None)
     for key, value in SIZES.items():
-        if type(getattr(config, key, None)) is type(value):
-            setattr(config, key, value)
+        with suppress(AttributeError, KeyError, ValueError):  # some are properties
+            if type(getattr(config, key, None)) is type(value):
+                setattr(config, key, value)
     for key in TOKENS:
         if isinstance(getattr(config, key, None), int):
             setattr(config, key, 1)
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[:2]
+    for key, value in [*vars(config).items()]:
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, key, value[:2])
     for key in getattr(config, "sub_configs", {}):
         if isinstance(inner := getattr(config, key, None), transformers.PreTrainedConfig):
             shrunk(inner)
