@@ -8,6 +8,7 @@ and numbers only if the bytes or the dtypes of two tensors differ. The results a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from fractions import Fraction
@@ -38,6 +39,8 @@ from ..core.text import clip, debug, more, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
+from .forms import Accounts, common_form
+from .judging import Judgement, judge
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]
@@ -144,6 +147,14 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
 _HEAD = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
 
 
+def _reasons(left_out: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason, with the number of tensors and the first."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{reason}: {plural(len(each), 'tensor')}, {printable(each[0])}" for reason, each in names.items()]
+
+
 def _by_name(differences: Mapping[str, TensorDiff]) -> dict[str, dict[str, Any]]:
     return {name: {**d._asdict(), "relative_change": d.relative_change} for name, d in differences.items()}
 
@@ -166,6 +177,14 @@ class DiffReport(Report):
         dtypes: both dtypes of each tensor that differs in dtype.
         tensors: `TensorDiff` of every tensor with equal shapes in both checkpoints.
         described: dtype, shape and bytes of every tensor: in ``b``, or in ``a`` if ``b`` lacks it.
+        form: the names and layouts in which two forms of a model are compared; "" for the names as stored.
+        left_out_a: why the form of ``b`` has no place for tensors of ``a``, by name.
+        left_out_b: likewise for tensors of ``b``.
+        tied: heads that one side lacks, each with the embedding that its config ties it to, and that was compared.
+        accounts: of each side, the number of stored tensors by fate: "compared", "other shape", "only here", "left out"
+            and "not selected". Empty if both checkpoints have the names as stored.
+        judged: of quantized tensors with different values, what the coarser format explains: "as expected of q4_k",
+            "calibrated q4_k" (codes chosen for the outputs of a layer), "damaged q4_k"; "changed" for equal formats.
 
     Example:
         >>> import safeload
@@ -182,9 +201,11 @@ class DiffReport(Report):
     )
     _notebook = (*_columns[:3], *_columns[4:10])
     _json = (
-        *("same", "a", "b", "only_a", "only_b", "shapes", "dtypes"),
+        *("same", "a", "b", "form", "only_a", "only_b", "left_out_a", "left_out_b", "tied", "shapes"),
+        *("dtypes", "accounts"),
         ("tensors", lambda report: _by_name(report.tensors)),
         ("common_rows", lambda report: _by_name(report.common_rows)),
+        ("judged", lambda report: {name: judgement.text for name, judgement in report.judged.items()}),
         "layers",
     )
 
@@ -198,6 +219,12 @@ class DiffReport(Report):
         self.tensors: dict[str, TensorDiff] = {}
         self.described: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self.common_rows: dict[str, TensorDiff] = {}
+        self.form = ""
+        self.left_out_a: Mapping[str, str] = {}
+        self.left_out_b: Mapping[str, str] = {}
+        self.tied: Mapping[str, str] = {}
+        self.judged: dict[str, Judgement] = {}
+        self.accounts: Accounts = ({}, {})
         self.norms: Mapping[str, float] = {}  # internal: of the equal tensors in layers with differences
 
     @cached_property
@@ -252,12 +279,21 @@ class DiffReport(Report):
             return ["", *table(head, cells, right=frozenset(range(1, len(head))), columns=columns), *more(count, rows)]
 
         lines = [clip(f"a: {printable(self.a)}", columns), clip(f"b: {printable(self.b)}", columns)]
+        if self.form:
+            lines.append(clip(f"compared in the {printable(self.form)}", columns))
+        for side, account in zip("ab", self.accounts, strict=True):
+            if account:
+                counts = ", ".join(f"{n:,} {fate}" for fate, n in sorted(account.items()))
+                lines.append(clip(f"{side}: {plural(sum(account.values()), 'tensor')}: {counts}", columns))
         pairs: dict[tuple[str, str], list[str]] = {}
         for name, pair in self.dtypes.items():
             pairs.setdefault(pair, []).append(name)
         lists = {
             "only in a": [*map(printable, self.only_a)],
             "only in b": [*map(printable, self.only_b)],
+            "left out of a by the form": _reasons(self.left_out_a),
+            "left out of b by the form": _reasons(self.left_out_b),
+            "tied": [f"{printable(head)} to {printable(embedding)}" for head, embedding in self.tied.items()],
             "different shape": [*map(self._shapes_of, self.shapes)],
             "different dtype": [
                 f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()
@@ -267,6 +303,9 @@ class DiffReport(Report):
             if entries:
                 shown = shorten(entries[:rows], None if columns is None else columns - 2)
                 lines += ["", title, *(f"  {entry}" for entry in (*shown, *more(len(entries), rows)))]
+        if self.judged:
+            by_judgement = Counter(judgement.text for judgement in self.judged.values()).items()
+            lines += ["", "judged by format", *(f"  {plural(n, 'tensor')}: {text}" for text, n in by_judgement)]
         unequal = [*self.unequal.items()]
         if sort is not None:
             unequal.sort(key=_ORDERS[sort])
@@ -368,6 +407,10 @@ def diff(
 
     Quantized tensors are dequantized before they are compared. Integers are compared exactly, even with floats.
 
+    Two forms of a model are compared under published names, each tensor in the layout of the other form: a folder of
+    transformers and a GGUF file of llama.cpp, stacked experts of MLX, fused experts, names with the wrappers of a
+    framework. The report accounts for every tensor of both. Differences between formats are judged by the coarser one.
+
     Args:
         a: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays and quantized
             tensors.
@@ -386,9 +429,9 @@ def diff(
 
     Raises:
         TensorNotFoundError: a pattern matches no name in either checkpoint.
-        UnsupportedError: a tensor holds codes that cannot be dequantized, such as EXL2, or was opened as stored; or
-            see `safeload.open`.
-        ValueError: ``executor`` is given, but tensors are in memory.
+        UnsupportedError: a tensor holds codes that cannot be dequantized, such as EXL2, or was opened as stored; no
+            family is known whose names both forms have; or see `safeload.open`.
+        ValueError: ``executor`` is given, but tensors are in memory, or the forms differ.
         FormatError: a file changed before an executor could read it; or see `safeload.open`.
         OSError: see `safeload.open`.
 
@@ -400,8 +443,13 @@ def diff(
     check_threads(threads)
     check_executor(executor)
     with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
-        catalogs = catalog_a, catalog_b
+        forms = common_form(catalog_a, catalog_b)
+        if executor is not None and (forms.form or forms.tied):
+            raise ValueError("executor= compares checkpoints of one form: convert one of them first")
+        catalogs = forms.catalogs
         report = DiffReport(catalog_a.title, catalog_b.title)
+        report.form, report.tied = forms.form, forms.tied
+        report.left_out_a, report.left_out_b = forms.left_out
         with paused(len(catalog_a) + len(catalog_b)):
             shapes, described = _compare_structure(report, catalogs, only, drop)
             report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
@@ -419,12 +467,20 @@ def diff(
             differences = dict(zip(shapes, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
         report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
         report.tensors = differences
+        if forms.form or forms.tied:
+            fates = [{**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")} for _ in "ab"]
+            for fate, names in zip(fates, (report.only_a, report.only_b), strict=True):
+                fate.update(dict.fromkeys(names, "only here"))
+            report.accounts = forms.accounts((catalog_a, catalog_b), (fates[0], fates[1]))
+        # Codes are read again; plain numbers are judged by `check` with a source.
+        judged = [name for name, row in differences.items() if row.unequal and forms.quantized(name)]
+        report.judged = judge(forms, judged, threads)
         changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
         equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
         if equal:
             report.norms = {  # complex tensors have none
                 name: math.sqrt(row.count - row.nan - row.inf) * math.hypot(row.mean, row.std)
-                for name, row in measure(catalog_a, equal, executor=executor, threads=threads).items()
+                for name, row in measure(catalogs[0], equal, executor=executor, threads=threads).items()
                 if row.count > row.nan + row.inf
             }
         return report
@@ -535,7 +591,11 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
         return of_array(name, array)
 
     stream = None
-    if len(catalog.checkpoints) == 1 and not catalog.in_memory and any(map(is_remote, catalog.weight_files)):
+    if (
+        len(catalog.checkpoints) == 1
+        and not (catalog.in_memory or catalog.makes)
+        and any(map(is_remote, catalog.weight_files))
+    ):
         ahead = [name for name in names if not is_encoded(name)]
         stream = catalog.checkpoints[0].stream(ahead, order="given", threads=threads)
     with nullcontext() if stream is None else closing(stream):

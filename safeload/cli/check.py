@@ -264,10 +264,12 @@ def _not_negative(text: str) -> float:
     "List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
     "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
     "layer, the relative change. Tensors that differ only in the size of their first axis are compared up to the "
-    "last common row. Formats and dtypes may differ; quantized tensors are dequantized first.",
+    "last common row. Formats and dtypes may differ; quantized tensors are dequantized first. A model of transformers "
+    "and its GGUF file are compared under published names, and differences of quantized tensors are judged by format.",
     """examples:
   safeload diff old.safetensors new.safetensors
   safeload diff Llama-3.2-1B/ llama-q4_0.safetensors --only '*.mlp.*' --sort rms
+  safeload diff Llama-3.2-1B/ llama-q4_k_m.gguf
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close""",
     path("a"),
     path("b"),

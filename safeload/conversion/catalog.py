@@ -763,7 +763,7 @@ class RestructuredCatalog(Catalog):
             return self.rows[name]
         sources = [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and recipe.renamed is not None:
-            about = sources[0]._replace(name=name)
+            about = sources[0]._replace(name=name, shape=recipe.shape)
         elif recipe.blocks is not None:
             row, size = dtypes.BLOCK_TYPES[recipe.blocks], math.prod(recipe.shape)
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)

@@ -6,9 +6,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,6 +73,9 @@ _LEFT_OUT = {
     f"*.{name}": "scales of the KV cache"
     for name in ("k_scale", "v_scale", "kv_scale", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor")
 }
+# Reasons that no warning tells, because nothing is lost.
+_BUFFER, _TIED = "a buffer that llama.cpp computes", "tied to the embedding"
+_UNSAID = (_BUFFER, _TIED)
 # Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
 _LANGUAGE = "language_model."
 _TOWERS = (
@@ -88,6 +92,26 @@ _TOWER_CONFIGS = ("vision_config", "audio_config")
 _MOST_SHOWN = 3
 
 
+def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, GgufForm]:
+    """Return a model with a config, of its own or that of a file of llama.cpp, and the family of both."""
+    values = model.config or kept_json(file, _CONFIG)
+    architecture = str(file.metadata.get(ARCHITECTURE))
+    if not values and architecture in gguf_architectures():
+        values = config_of(file, form_of(file))[0]
+    name, form = gguf_form(values)
+    if form is None:
+        text = f"architecture {show(architecture if name is None else name)} is not known to have a form in llama.cpp"
+        raise UnsupportedError(f"{model.title}: {text}, so its tensors cannot be compared with those of {file.title}")
+    if form.architecture != architecture:
+        text = f"{show(name)} is {form.architecture} in llama.cpp, but {file.title} is {architecture}"
+        raise UnsupportedError(f"{model.title}: {text}")
+    if not model.config:
+        model = copy(model)
+        model.config = dict(values or {})
+    config = ModelConfig({**(model.config or {}), **_counted(model, form)}, model.title, form)
+    return model, config, form
+
+
 def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class.
 
@@ -102,7 +126,11 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     catalog.refuse_codes(catalog, "convert for llama.cpp")
     config = ModelConfig({**(catalog.config or {}), **_counted(catalog, form)}, catalog.title, form)
     settings, factors = settings_of(config, form)
-    recipes, experts = llama_cpp_recipes(catalog, config, form)
+    recipes, experts, left_out, unknown = laid_out(catalog, config, form)
+    for reason, names in left_out.items():
+        if reason not in _UNSAID:
+            warning("%s: left out (%s): %s", catalog.title, reason, _some_of(names))
+    _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
@@ -378,11 +406,18 @@ def _text_form(catalog: Catalog, form: GgufForm, name: str | None, model_type: A
 # ---- the layout of tensors, both ways, by the table of the model's family ----
 
 
-def llama_cpp_recipes(
-    catalog: Catalog, config: ModelConfig, form: GgufForm
-) -> tuple[dict[str, TensorRecipe], str | None]:
-    """Return the recipes of a file in the order of their first source, and how the model stores experts."""
-    stored_by_name = _language_names(catalog, config, form)
+class LaidOut(NamedTuple):
+    """A model in the layout of llama.cpp."""
+
+    recipes: dict[str, TensorRecipe]  # of a file, in the order of their first source
+    experts: str | None  # how the model stores them
+    left_out: dict[str, list[str]]  # stored names by the reason for which llama.cpp has no such tensor
+    unknown: list[str]  # stored names that the family does not know
+
+
+def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
+    """Return the tensors of a model as llama.cpp stores them, and what becomes of the others."""
+    stored_by_name, left_out = _language_names(catalog, config, form)
     outer = (catalog.config or {}).get("tie_word_embeddings")
     tied = True if outer is True else config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and form.head in stored_by_name:
@@ -392,6 +427,7 @@ def llama_cpp_recipes(
     unknown, fused = [], set()
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == form.head and form.tied):
+            left_out.setdefault(_TIED if name == form.head else _BUFFER, []).append(stored)
             continue
         pattern, numbers = without_numbers(name)
         placed = False
@@ -412,7 +448,8 @@ def llama_cpp_recipes(
                 placed = True
         if not placed and form.published.role(name) != "buffer":
             unknown.append(stored)
-    _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+        elif not placed:
+            left_out.setdefault(_BUFFER, []).append(stored)
     if form.complete:
         optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
         for name in config.expected(form.published, stored_by_name):
@@ -432,7 +469,8 @@ def llama_cpp_recipes(
     for target, kind in (*((each, SINGLE) for each in experts), *((each, FUSED) for each in sorted(fused))):
         if forms.setdefault(_is_added(target, config), kind) != kind:
             raise FormatError("some layers have fused experts and some do not", catalog.title)
-    return recipes, " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
+    kinds = " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
+    return LaidOut(recipes, kinds, left_out, unknown)
 
 
 def _is_added(name: str, config: ModelConfig) -> bool:
@@ -451,8 +489,10 @@ def _counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
     return counts
 
 
-def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> dict[str, str]:
-    """Return the stored names of the language model's tensors by their names in the family's table."""
+def _language_names(
+    catalog: Catalog, config: ModelConfig, form: GgufForm
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the stored names of the language model's tensors by those in the family's table, and the others' fate."""
     multimodal = _has_towers(catalog.config or {})
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
@@ -481,9 +521,7 @@ def _language_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> di
             text = f"tensors {show(result[published])} and {show(stored)} are both {show(published)}"
             raise FormatError(text, catalog.title, tensor=stored)
         result[published] = stored
-    for reason, names in left_out.items():
-        warning("%s: left out (%s): %s", catalog.title, reason, _some_of(names))
-    return result
+    return result, left_out
 
 
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:

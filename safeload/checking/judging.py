@@ -1,0 +1,174 @@
+"""Judge differences by what a format explains: rounding to the nearest code, a calibrated writer, or damage.
+
+A writer that rounds to the nearest code errs by half a step, and by one step where it clips the range of a block. The
+step follows from the values of the block before quantization:
+
+- b bits around 0: the largest magnitude by 2**(b - 1) - 1; ggml's signed blocks clip the other end of the range.
+- b bits from a minimum: the range, with 0 in it, by 2**b - 1. K-quants round the scales of 256 values too, so the block
+  is theirs.
+- tables of numbers, such as NF4 and E2M1: the widest gap.
+
+Writers that calibrate (GPTQ, AWQ, importance matrices) choose other codes to keep the outputs of a layer: the cosine of
+each row judges them. Sources: ggml-quants.c, and the scales in `safeload.quant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core import dtypes
+from ..core.arrays import Array
+from ..core.packing import INT8
+from .forms import Forms
+
+_F32 = dtypes.BY_CODE["F32"]
+
+EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected", "calibrated", "damaged", "changed"
+
+
+class Judgement(NamedTuple):
+    """What a format says about the difference of a tensor."""
+
+    kind: str  # "as expected", "calibrated", "damaged", or "changed" if no format explains a difference
+    format: str  # of the side with fewer bits; "" for "changed"
+
+    @property
+    def text(self) -> str:
+        """The judgement in words: "as expected of q4_k"."""
+        return {
+            EXPECTED: f"as expected of {self.format}",
+            CALIBRATED: f"calibrated {self.format}",
+            DAMAGED: f"damaged {self.format}",
+        }.get(self.kind, self.kind)
+
+
+class _Format(NamedTuple):
+    """The error of a format."""
+
+    bits: float  # 0 for values that are not rounded, such as integers
+    block: int = 0  # elements along a row that share a scale; 0 for the whole row, `_TENSOR` for all rows
+    step: float = 0.0  # bound by the largest magnitude of a block; 0 if no bound is known
+    ranged: float = 0.0  # bound by the range of a block
+    relative: float = 0.0  # bound by the magnitude of the value itself
+    calibrates: bool = False  # True if some writers calibrate
+
+
+# Of ggml's blocks. A step of clipped blocks is whole.
+_BLOCKS = {
+    "q4_0": _Format(4, 32, 1 / 8),
+    "q5_0": _Format(5, 32, 1 / 16),
+    "q8_0": _Format(8, 32, 0.5 / 127),
+    "q4_1": _Format(4, 32, 0, 0.5 / 15),
+    "q5_1": _Format(5, 32, 0, 0.5 / 31),
+    "q2_k": _Format(2, 256, 0, 1 / 3),
+    "q3_k": _Format(3, 256, 1 / 4),
+    "q4_k": _Format(4, 256, 0, 1 / 15),
+    "q5_k": _Format(5, 256, 0, 1 / 31),
+    "q6_k": _Format(6, 256, 1 / 32),
+    "iq4_nl": _Format(4, 32, 24 / 127),
+    "iq4_xs": _Format(4, 256, 24 / 127),
+    "tq1_0": _Format(1.6, 256, 0.5),
+    "tq2_0": _Format(2, 256, 0.5),
+    "mxfp4": _Format(4, 32, 1 / 3),
+    "nvfp4": _Format(4, 16, 0.2),
+}
+# Of tables of numbers, by the beginning of the label or the name of the table.
+_TABLES = {"nf4": 0.17, "fp4": 0.22, "e2m1": 0.3, "e2m3": 0.08, "e3m2": 0.15, "mxfp8": 0.13}
+# The largest relative error of a float, and of float8 with the smallest magnitude of its scale's range.
+_ROUNDING = {"F16": 2.0**-11, "BF16": 2.0**-8, "F32": 2.0**-24, "F64": 0.0}
+_FLOAT8 = {"F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3, "F8_E4M3FNUZ": 2.0**-4, "F8_E5M2FNUZ": 2.0**-3}
+# The least cosine of a row, and of a tensor, with so many bits.
+_LEAST = ((1.0, 0.3, 0.5), (2.0, 0.6, 0.75), (3.0, 0.8, 0.9), (4.0, 0.9, 0.96), (5.0, 0.96, 0.985), (8.0, 0.99, 0.998))
+_INTEGERS = ("unsigned", "signed", "offset", "I8", "U8")
+_TENSOR = -1  # a block that is the whole tensor
+_ROWS = 1 << 22  # elements to judge at a time
+_SLACK = 2.0**-9  # of the largest magnitude of a block: scales are rounded, and so may be the values
+
+
+def judge(forms: Forms, names: Iterable[str], threads: int | None = None) -> dict[str, Judgement]:
+    """Judge tensors of equal shapes and different values."""
+    return {name: _judged(forms, name, threads) for name in names}
+
+
+def _judged(forms: Forms, name: str, threads: int | None) -> Judgement:
+    formats = [_format_of(forms, side, name) for side in (0, 1)]
+    coarse = min((0, 1), key=lambda side: (formats[side][1].bits, -formats[side][1].relative))
+    label, rule = formats[coarse]
+    if formats[0][0] == formats[1][0] or not all(rule.bits for _, rule in formats):
+        return Judgement(CHANGED, "")
+    got, true = (forms.catalogs[side].array(name, threads) for side in (coarse, 1 - coarse))
+    columns = got.shape[-1] if got.ndim else 1
+    got, true = (array.reshape(-1, columns) for array in (got, true))
+    rows = max(1, _ROWS // max(1, columns))
+    ends = (float(true.max(initial=0)), float(true.min(initial=0))) if rule.block == _TENSOR else None
+    beyond, dot, norms, least = 0, 0.0, [0.0, 0.0], 1.0
+    for begin in range(0, len(got), rows):
+        x, y = (array[begin : begin + rows].astype(np.float32) for array in (true, got))
+        if not np.array_equal(np.isfinite(x), np.isfinite(y)):
+            return Judgement(DAMAGED, label)
+        beyond += int(np.count_nonzero(np.abs(x - y) > _bound(rule, x, ends)))
+        products = [np.einsum("ij,ij->i", p, q, dtype=np.float64) for p, q in ((x, y), (x, x), (y, y))]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            cosines = products[0] / np.sqrt(products[1] * products[2])
+        cosines[(products[1] == 0) & (products[2] == 0)] = 1
+        least = min(least, float(np.nan_to_num(cosines, nan=-1.0).min(initial=1.0)))
+        dot, norms = dot + products[0].sum(), [n + float(p.sum()) for n, p in zip(norms, products[1:], strict=True)]
+    if not beyond and (rule.step or rule.ranged or rule.relative):
+        return Judgement(EXPECTED, label)
+    of_row, of_tensor = next(least for bits, *least in reversed(_LEAST) if bits <= max(1.0, rule.bits))
+    alike = least >= of_row and dot >= of_tensor * (norms[0] * norms[1]) ** 0.5
+    bounded = bool(rule.step or rule.ranged or rule.relative)
+    if alike and not bounded:
+        return Judgement(EXPECTED, label)
+    return Judgement(CALIBRATED if alike and rule.calibrates else DAMAGED, label)
+
+
+def _bound(rule: _Format, values: Array, ends: tuple[float, float] | None) -> Array:
+    """Return the largest error of each value of rows; ``ends`` are the largest and smallest value of the tensor."""
+    bound: Array = np.abs(values) * np.float32(rule.relative) + np.float32(2.0**-24 if rule.relative else 0)
+    if not (rule.step or rule.ranged):
+        return bound
+    starts = np.arange(0, values.shape[1], max(1, rule.block if ends is None and rule.block else values.shape[1]))
+    high, low = (f.reduceat(values, starts, axis=1) for f in (np.maximum, np.minimum))
+    if ends is not None:
+        high, low = np.full_like(high, ends[0]), np.full_like(low, ends[1])
+    each = np.maximum(high, -low) * np.float32(rule.step + _SLACK)
+    each += (np.maximum(high, 0) - np.minimum(low, 0)) * np.float32(rule.ranged)
+    bound += np.repeat(each, np.diff([*starts, values.shape[1]]), axis=1)
+    return bound
+
+
+def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
+    """Return the label of a tensor's format, and its error."""
+    about, packed = forms.about(side, name), forms.packed(side, name)
+    label = about.scheme or about.code
+    if about.scheme is None and forms.computed(side, name):
+        return f"{label}, computed", _Format(_F32.bits, 1, 0, 0, _ROUNDING[_F32.code])
+    if about.scheme is None:
+        rounding = {**_ROUNDING, **_FLOAT8}.get(label)
+        return label, _Format(0 if rounding is None else about.row.bits, 1, 0, 0, rounding or 0.0)
+    if packed is not None and packed.packing.numbers not in _BLOCKS:
+        numbers, bits, grid = packed.packing.numbers, packed.packing.bits, packed.packing.grid
+        block = 0
+        if grid is not None:
+            down, block = (grid.row_block, grid.column_block)[:: -1 if packed.packing.transpose else 1]
+            block = block if down == 1 else _TENSOR
+        table = next((gap for key, gap in _TABLES.items() if key == numbers or label.startswith(key)), 0.0)
+        if numbers in _FLOAT8:
+            return label, _Format(8, block, table + 2.0**-15, 0, _FLOAT8[numbers] * 1.01)
+        if table:
+            return label, _Format(bits, block, table, calibrates=label[:3] != "nf4")
+        if numbers in _INTEGERS:
+            return label, _Format(bits, block, 0, 1 / (2**bits - 1), calibrates=True)
+        return label, _Format(bits, calibrates=True)
+    if about.scheme == INT8:
+        return label, _Format(8, 0, 0.5 / 127)
+    known = _BLOCKS.get(about.scheme)
+    if known is not None:
+        return label, known._replace(calibrates=forms.calibrated(side))
+    blocks = dtypes.BLOCK_TYPES.get(about.scheme)
+    share = 1.0 if blocks is None else 8.0 * blocks.block_bytes / blocks.block
+    return label, _Format(min(share, 4.0), calibrates=True)
