@@ -47,7 +47,9 @@ from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
+from .diff import diff
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
+from .proof import findings_of
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions
 
@@ -146,6 +148,8 @@ def check(
     shape: tuple[int | None, ...] | None = None,
     limits: Limits | Mapping[str, Any] | tuple[float, float] | None = None,
     values: bool = True,
+    original: Given | None = None,
+    adapters: Any = None,
     only: Patterns = None,
     drop: Patterns = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -175,6 +179,9 @@ def check(
             name).
         values: False to check only files, names, dtypes, shapes and sizes, without reading tensors. This takes as long
             as opening the checkpoint, and leaves ``.stats`` of the report empty.
+        original: the source of a conversion of which this is the result. Tensors that the result lost or changed are
+            errors, with the cause, unless the rounding of its format explains them; see `diff` for forms.
+        adapters: LoRA adapters that the conversion merged into the original, as in `convert`.
         only: shell pattern, or several, of the tensors with values to check. Findings about values and shapes of other
             tensors are left out of the report. Missing tensors are always reported.
         drop: shell pattern, or several, of tensors to leave out in the same way.
@@ -203,6 +210,16 @@ def check(
     options = settings(
         config, schema, limits, only, drop, values=values, executor=executor, threads=threads, progress=progress
     )
+    if original is None and adapters is not None:
+        raise ValueError("adapters= belongs to original=: pass the source that they were merged into")
+    if original is not None:
+        if isinstance(source, (np.ndarray, QuantizedTensor)) or shape is not None:
+            raise ValueError("original= requires a checkpoint or a dict")
+        own: Any = {"config": config, "schema": schema, "limits": limits, "values": values, "executor": executor}
+        same: Any = {"only": only, "drop": drop, "storage_options": storage_options, "threads": threads}
+        report = check(source, progress=progress, **own, **same)
+        report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
+        return report
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
             raise executors.in_memory("an array is", executors.EXECUTOR)
@@ -324,8 +341,6 @@ def _check_other_form(catalog: Catalog, options: CheckSettings) -> Iterator[Find
             a, b = ({name: about[1:3] for name, about in described.items()} for described in abouts)
             same = a == b
             if same and options.values and not options.selection:
-                from .diff import diff  # only here: few folders hold two checkpoints
-
                 same = diff(catalog, other, threads=options.threads).same
     except (SafeloadError, OSError):  # it is not whole
         return

@@ -39,7 +39,7 @@ from ..core.text import clip, debug, more, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
-from .forms import Accounts, common_form
+from .forms import Accounts, Forms, common_form
 from .judging import Judgement, judge
 from .stats import measure
 
@@ -443,47 +443,63 @@ def diff(
     check_threads(threads)
     check_executor(executor)
     with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
-        forms = common_form(catalog_a, catalog_b)
-        if executor is not None and (forms.form or forms.tied):
-            raise ValueError("executor= compares checkpoints of one form: convert one of them first")
-        catalogs = forms.catalogs
-        report = DiffReport(catalog_a.title, catalog_b.title)
-        report.form, report.tied = forms.form, forms.tied
-        report.left_out_a, report.left_out_b = forms.left_out
-        with paused(len(catalog_a) + len(catalog_b)):
-            shapes, described = _compare_structure(report, catalogs, only, drop)
-            report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
-        for catalog in catalogs:
-            catalog.refuse_codes(shapes, "diff")
-        if executor is None:
-            rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
-        else:
-            sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
-            pieces = pieces_of(sizes, *catalogs, operation="diff")
-            rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-            rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
-        with paused(len(rows)):
-            fields = map(rows.__getitem__, shapes)
-            differences = dict(zip(shapes, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
-        report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
-        report.tensors = differences
-        if forms.form or forms.tied:
-            fates = [{**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")} for _ in "ab"]
-            for fate, names in zip(fates, (report.only_a, report.only_b), strict=True):
-                fate.update(dict.fromkeys(names, "only here"))
-            report.accounts = forms.accounts((catalog_a, catalog_b), (fates[0], fates[1]))
+        how: Any = {"executor": executor, "threads": threads, "progress": progress}
+        report, forms = compare(catalog_a, catalog_b, only, drop, **how)
         # Codes are read again; plain numbers are judged by `check` with a source.
-        judged = [name for name, row in differences.items() if row.unequal and forms.quantized(name)]
+        judged = [name for name, row in report.tensors.items() if row.unequal and forms.quantized(name)]
         report.judged = judge(forms, judged, threads)
-        changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
-        equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
-        if equal:
-            report.norms = {  # complex tensors have none
-                name: math.sqrt(row.count - row.nan - row.inf) * math.hypot(row.mean, row.std)
-                for name, row in measure(catalogs[0], equal, executor=executor, threads=threads).items()
-                if row.count > row.nan + row.inf
-            }
         return report
+
+
+def compare(
+    catalog_a: Catalog,
+    catalog_b: Catalog,
+    only: Patterns,
+    drop: Patterns,
+    *,
+    executor: Executor | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> tuple[DiffReport, Forms]:
+    """Compare two checkpoints in a common form; see `diff`."""
+    forms = common_form(catalog_a, catalog_b)
+    if executor is not None and (forms.form or forms.tied):
+        raise ValueError("executor= compares checkpoints of one form: convert one of them first")
+    catalogs = forms.catalogs
+    report = DiffReport(catalog_a.title, catalog_b.title)
+    report.form, report.tied = forms.form, forms.tied
+    report.left_out_a, report.left_out_b = forms.left_out
+    with paused(len(catalog_a) + len(catalog_b)):
+        shapes, described = _compare_structure(report, catalogs, only, drop)
+        report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
+    for catalog in catalogs:
+        catalog.refuse_codes(shapes, "diff")
+    if executor is None:
+        rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
+    else:
+        sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
+        pieces = pieces_of(sizes, *catalogs, operation="diff")
+        rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
+        rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
+    with paused(len(rows)):
+        fields = map(rows.__getitem__, shapes)
+        differences = dict(zip(shapes, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
+    report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
+    report.tensors = differences
+    if forms.form or forms.tied:
+        fates = [{**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")} for _ in "ab"]
+        for fate, names in zip(fates, (report.only_a, report.only_b), strict=True):
+            fate.update(dict.fromkeys(names, "only here"))
+        report.accounts = forms.accounts((catalog_a, catalog_b), (fates[0], fates[1]))
+    changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
+    equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
+    if equal:
+        report.norms = {  # complex tensors have none
+            name: math.sqrt(row.count - row.nan - row.inf) * math.hypot(row.mean, row.std)
+            for name, row in measure(catalogs[0], equal, executor=executor, threads=threads).items()
+            if row.count > row.nan + row.inf
+        }
+    return report, forms
 
 
 def _compare_structure(

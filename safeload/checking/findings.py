@@ -87,6 +87,12 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "schema.names:wrapped": "{problem}",
         "schema.shape": "has shape {shape}, but [{formula}] is [{sizes}] by the {source}",
         "schema.unexpected": "{why}",
+        "source.changed": "{cause}",
+        "source.form": "{problem}",
+        "source.lost": "is missing: {tensors} of the source",
+        "source.lost:one": "is missing, but the source has it",
+        "source.more": "is not in the source",
+        "source.shape": "has shape {shape}, but {expected} in the source",
         "value.inf": "{bad:,} of {count:,} values {are} infinite{at}",
         "value.nan": "{bad:,} of {count:,} values {are} NaN{at}",
         "value.outlier": "a value of magnitude {absmax}, but 99.9 % of the values are below {bound}; is a bit flipped?",
@@ -130,6 +136,9 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "{tensors} were not checked",
         "schema.unchecked:quantized": "{tensors} outside schema {schema}, next to quantized weights: "
         "{what} not checked",
+        "source.calibrated": "{tensors} differ from the source more than rounding does, as after GPTQ, AWQ or with an "
+        "importance matrix",
+        "source.left_out": "{tensors} of the source are left out by the form: {reason}",
     },
 }
 _SEVERITIES = {rule: severity for severity, texts in _RULES.items() for rule in texts}

@@ -76,7 +76,10 @@ class Forms(NamedTuple):
     def computed(self, side: int, name: str) -> bool:
         """True if values were computed for the common form, and so are not rounded as the tensor is stored."""
         catalog = self.catalogs[side]
-        return isinstance(catalog, RestructuredCatalog) and catalog.recipes[name].computes
+        if not isinstance(catalog, RestructuredCatalog):
+            return catalog.made(name) is not None
+        sources = catalog.sources_of(name)
+        return catalog.recipes[name].computes or any(catalog.base.made(source) is not None for source in sources)
 
     def _stored(self, side: int, name: str) -> tuple[Catalog, str]:
         catalog = self.catalogs[side]

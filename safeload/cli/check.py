@@ -20,6 +20,7 @@ from ..errors import FormatError
 from ..remote.url import is_url
 from . import common
 from .parsers import (
+    ADAPTER,
     DASK,
     JSON,
     OF_SEVERAL,
@@ -64,6 +65,7 @@ def _schemas() -> list[str]:
   safeload check Llama-3.2-1B/
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
+  safeload check llama.gguf --source Llama-3.2-1B/
   safeload check -r models/ --json > results.jsonl
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
@@ -84,6 +86,8 @@ def _schemas() -> list[str]:
         nargs=2,
         type=float,
     ),
+    argument("--source", "SOURCE", "find what a conversion lost or changed of this source, with the cause"),
+    ADAPTER,
     argument("--parameters", "N", "expected number of elements in all tensors", type=int),
     one_of(
         argument("--scale", "X", "expected scale of int8 tensors", type=float),
@@ -104,10 +108,13 @@ def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.paths``."""
     from ..checking.check import settings, validate_path
     from ..checking.findings import HARMLESS_WARNINGS, find
+    from ..checking.proof import findings_of
     from ..conversion.destinations import Output
     from ..trust.digests import is_manifest
 
-    common.refuse_several(options, "manifest", "write_manifest", "parameters")
+    common.refuse_several(options, "manifest", "write_manifest", "parameters", "source")
+    if options.adapter is not None and options.source is None:
+        raise ValueError("--adapter needs --source: the model into which the adapter was merged")
     written, output = options.write_manifest, None
     if written is not None:
         common.refuse(written, "--write-manifest needs a file")
@@ -118,7 +125,7 @@ def check(options: argparse.Namespace) -> int:
     if options.range is not None:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
-    repeated = options.manifest is not None or output is not None
+    repeated = options.manifest is not None or output is not None or options.source is not None
     with common.cluster(options.dask) as executor:
 
         def examine(path: str) -> common.Outcome:
@@ -135,7 +142,12 @@ def check(options: argparse.Namespace) -> int:
                         **same,
                     )
                     report = validate_path(place, common.given(options, common.OPENED), request)
-                if report.files and repeated:
+                if options.source is not None:
+                    with common.bar("compare") as progress:
+                        same = common.given(options, "only drop storage_options threads")
+                        adapters = None if options.adapter is None else [*map(common.adapter, options.adapter)]
+                        report.add(findings_of(place, options.source, adapters=adapters, progress=progress, **same))
+                if report.files and (options.manifest is not None or output is not None):
                     try:
                         _manifest(report, place, options, executor, output)
                     except FormatError as problem:

@@ -9,7 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -65,6 +65,15 @@ def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
 def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
     """Return the options that are keyword arguments of the same names."""
     return {name: getattr(options, name) for name in names.split()}
+
+
+def adapter(text: str) -> tuple[str, float]:
+    """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
+    path, sign, weight = text.rpartition("=")
+    if sign and not os.path.exists(text):
+        with suppress(ValueError):
+            return path, float(weight)
+    return text, 1.0
 
 
 def shown(path: str) -> str:

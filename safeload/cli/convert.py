@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..conversion.destinations import is_folder, refuse_inputs, where
 from ..core import load, packing, registry
-from ..core.text import show
+from ..core.text import printable, show
 from ..formats.mixtures import mixtures
 from ..models.layout import Layout, built_in
 from ..quant.families import presets
 from ..remote.url import is_url
 from . import common
 from .files import against_of
-from .parsers import DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
+from .parsers import ADAPTER, DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
     from ..conversion.decide import ConvertReport
@@ -82,7 +81,7 @@ continue.""",
     argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
     argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
-    repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight"),
+    ADAPTER,
     repeated(
         "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
     ),
@@ -110,6 +109,7 @@ continue.""",
     *OPENING,
     THREADS,
     DASK,
+    flag("--check-result", "compare the result with the sources, and fail on anything lost or changed"),
     flag("--json", "print a summary as one JSON object"),
     status="0 success, 1 a file is bad or cannot be read or written, 2 wrong usage.",
 )
@@ -122,6 +122,8 @@ def convert(options: argparse.Namespace) -> int:
     if passed and (to_stdout or not (sharded or is_folder(where(options.destination), options.format))):
         option = passed[0].replace("_", "-")
         raise ValueError(f"--{option} needs a folder as destination, got {show(options.destination)}")
+    if options.check_result:
+        _refuse_check(options)
     if to_stdout:
         if options.json:
             raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")
@@ -137,7 +139,34 @@ def convert(options: argparse.Namespace) -> int:
         common.print_json({**result, "seconds": round(report.seconds, 3)})
     else:
         print(common.in_options(str(report)))
-    return 0
+    return _check_result(options) if options.check_result else 0
+
+
+def _refuse_check(options: argparse.Namespace) -> None:
+    """Refuse to check a result that other options make differ from its sources, or that cannot be read again."""
+    names = ("only", "drop", "name", "rename", "layout", "root")
+    option = next((name for name in names if getattr(options, name) is not None), "")
+    option = option or next((name for name in ("raw", "stored") if getattr(options, name)), "")
+    if option:
+        raise ValueError(f"--check-result compares whole models; it cannot be combined with --{option}")
+    if common.STANDARD in (options.destination, *options.source):
+        raise ValueError("--check-result reads sources and destination again: pass paths")
+
+
+def _check_result(options: argparse.Namespace) -> int:
+    """Print what the result lost or changed of its sources."""
+    from ..checking.findings import CheckReport
+    from ..checking.proof import findings_of
+
+    adapters = None if options.adapter is None else [*map(common.adapter, options.adapter)]
+    report = CheckReport(common.shown(options.destination))
+    with common.bar("compare") as progress:
+        how = common.given(options, "storage_options threads")
+        report.add(findings_of(options.destination, options.source, adapters=adapters, progress=progress, **how))
+    for finding in (*report.errors, *report.notes):
+        print(printable(str(finding)), file=sys.stderr)
+    print(f"compared with the source: {report.verdict}", file=sys.stderr)
+    return 0 if report.ok else 1
 
 
 def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
@@ -162,7 +191,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             names=options.name,
             rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
             metadata={key: value if sign else None for key, sign, value in metadata},
-            adapters=None if options.adapter is None else list(map(_adapter, options.adapter)),
+            adapters=None if options.adapter is None else list(map(common.adapter, options.adapter)),
             extras=not options.no_extras,
             verify=verify,
             **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume"),
@@ -187,12 +216,3 @@ def _schemes(texts: list[str] | None) -> Any:
         schemes[pattern] = None if scheme.lower() == "none" else scheme
     alone = schemes.get(_ALL) if len(schemes) == 1 else None
     return schemes if alone is None else alone
-
-
-def _adapter(text: str) -> tuple[str, float]:
-    """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
-    path, sign, weight = text.rpartition("=")
-    if sign and not os.path.exists(text):
-        with suppress(ValueError):
-            return path, float(weight)
-    return text, 1.0

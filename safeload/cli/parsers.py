@@ -132,6 +132,7 @@ OPENING: tuple[Argument, ...] = (
     ),
 )
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
+ADAPTER = repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight")
 THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
 JSON = flag("--json", "print everything as one JSON object; of several models, a line for each")
 DASK = argument(

@@ -1,0 +1,217 @@
+"""Compare the result of a conversion with its source: what is lost, what changed, and the cause.
+
+Tensors whose difference no format explains are looked at again: a cause is a simple operation that makes the tensor of
+the result from that of the source, or from another tensor of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ..conversion.catalog import Catalog, Given, RestructuredCatalog
+from ..conversion.make import merged
+from ..core.arrays import Array
+from ..core.names import Patterns
+from ..core.progress import Progress
+from ..core.text import plural
+from ..errors import SafeloadError, one_line
+from ..models.family import without_numbers
+from ..models.schema import language_of
+from .diff import DiffReport, compare
+from .findings import Finding, find
+from .forms import Forms
+from .judging import CALIBRATED, CHANGED, DAMAGED, judge
+
+_CLOSE = 0.35  # largest relative difference of an operation that explains a tensor; unrelated tensors have 1.4
+_EXACT = 0.01  # likewise of an addition: bfloat16 rounds by half of it
+_MOST_ROWS = 2048  # to find their order
+_SAMPLE = 4096  # values by which tensors that changed places are recognized
+_MOST_ALIKE = 4096  # damaged tensors of a shape to compare with each other
+_KINDS = {"experts": "experts", "layers": "layers", "h": "layers", "blk": "layers", "blocks": "layers"}
+
+
+def findings_of(
+    result: Given,
+    source: Given | Sequence[Given],
+    *,
+    adapters: Any = None,
+    only: Patterns = None,
+    drop: Patterns = None,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    progress: Progress = None,
+) -> Iterator[Finding]:
+    """Yield what a result lost and changed of its source, causes first."""
+    with ExitStack() as stack:
+        original, written = (stack.enter_context(Catalog.of(each, storage_options)) for each in (source, result))
+        if adapters is not None:
+            original = merged(stack, original, adapters, storage_options)
+        try:
+            report, forms = compare(original, written, only, drop, threads=threads, progress=progress)
+        except SafeloadError as problem:
+            yield find("source.form", problem=one_line(problem))
+            return
+        unequal = [name for name, row in report.tensors.items() if row.unequal]
+        judged = judge(forms, unequal, threads)
+        bad = [name for name, judgement in judged.items() if judgement.kind in (DAMAGED, CHANGED)]
+        yield from _changed(forms, bad, threads)
+        yield from _lost(report, [*original] if not report.form else [*forms.catalogs[0]])
+        for name, (expected, shape) in report.shapes.items():
+            yield find("source.shape", name, shape=[*shape], expected=[*expected])
+        yield from (find("source.more", name) for name in report.only_b)
+        reasons: dict[str, list[str]] = {}
+        for name, reason in report.left_out_a.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            yield find("source.left_out", names[0], reason=reason, tensors=plural(len(names), "tensor"))
+        calibrated = sum(judgement.kind == CALIBRATED for judgement in judged.values())
+        if calibrated:
+            yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
+
+
+def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
+    """Yield the missing tensors, by the shortest beginning of names that the result lacks altogether."""
+    lost = dict.fromkeys(report.only_a)
+    kept = [name for name in names if name not in lost]
+    beginnings = {".".join(parts[:k]) for parts in (name.split(".") for name in kept) for k in range(1, len(parts))}
+    groups: dict[str, list[str]] = {}
+    for name in lost:
+        parts = name.split(".")
+        begins = (".".join(parts[:k]) for k in range(1, len(parts)))
+        groups.setdefault(next((begin for begin in begins if begin not in beginnings), name), []).append(name)
+    for begin, members in groups.items():
+        if len(members) == 1:
+            yield find("source.lost:one", members[0])
+        else:
+            yield find("source.lost", f"{begin}.*", tensors=plural(len(members), "tensor"))
+
+
+def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> Iterator[Finding]:
+    """Yield the cause of each damage."""
+    samples: dict[str, tuple[Array, Array]] = {}
+    causes: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        pair = [catalog.array(name, threads).astype(np.float32) for catalog in forms.catalogs]
+        shapes[name] = pair[0].shape
+        causes[name] = _cause(forms, name, *(x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in pair))
+        samples[name] = pair[0].reshape(-1)[:_SAMPLE].copy(), pair[1].reshape(-1)[:_SAMPLE].copy()
+    places = _places(samples, shapes)
+    ordered = sorted(names, key=lambda name: name not in places)
+    yield from (find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered)
+
+
+def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return which tensors hold the values of other tensors."""
+    texts: dict[str, str] = {}
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in shapes.items():
+        alike.setdefault(shape, []).append(name)
+    for names in (group[:_MOST_ALIKE] for group in alike.values() if len(group) > 1):
+        sides = [np.stack([samples[name][side] for name in names]) for side in (0, 1)]
+        with np.errstate(all="ignore"):
+            a, b = (np.nan_to_num(x / np.linalg.norm(x, axis=1, keepdims=True)) for x in sides)
+            cosines = b @ a.T
+        origins = cosines.argmax(axis=1)
+        for k, origin in enumerate(origins.tolist()):
+            if origin == k or cosines[k, origin] < 1 - _CLOSE**2:
+                continue
+            kind, numbers = _difference(names[k], names[origin])
+            if origins[origin] == k and cosines[origin, k] >= 1 - _CLOSE**2:
+                first, second = sorted(numbers) if numbers else ("it", names[origin])
+                texts[names[k]] = f"{kind} {first} and {second} changed places".strip()
+            else:
+                texts[names[k]] = f"has the values of {names[origin]}"
+    return texts
+
+
+def _difference(name: str, other: str) -> tuple[str, list[int]]:
+    """Return the kind and the numbers if two names differ in a single number, such as that of an expert."""
+    (pattern, own), (second, theirs) = without_numbers(name), without_numbers(other)
+    different = [k for k, pair in enumerate(zip(own, theirs, strict=False)) if pair[0] != pair[1]]
+    if pattern != second or len(different) != 1:
+        return "", []
+    word = pattern.split("{}")[different[0]].rstrip(".").rpartition(".")[2]
+    return _KINDS.get(word, word), [int(own[different[0]]), int(theirs[different[0]])]
+
+
+def _cause(forms: Forms, name: str, a: Array, b: Array) -> str:
+    """Return the operation that makes a matrix of the result from that of the source."""
+    if not np.isfinite(b).all() and np.isfinite(a).all():
+        return f"{np.count_nonzero(~np.isfinite(b)):,} values are NaN or infinite"
+    if not b.any() and a.any():
+        return "all values are 0"
+    if b.size > 1 and (b == b.flat[0]).all() and (a != a.flat[0]).any():
+        return f"all values are {b.flat[0]:g}"
+    step = np.float64(b.mean(dtype=np.float64) - a.mean(dtype=np.float64))
+    if abs(step) > 2 * _EXACT and _is(a + np.float32(step), b, _EXACT):
+        return f"values differ by exactly {_figure(abs(step))}"
+    square = float(np.vdot(a, a))
+    times = float(np.vdot(a, b)) / square if square else 1.0
+    if abs(times - 1) > 0.05 and _is(a * np.float32(times), b):
+        return (
+            "values have the other sign" if abs(times + 1) < 0.05 else f"values are {_figure(times)} times the source's"
+        )
+    if a.shape[0] == a.shape[1] and _is(a.T, b):
+        return "is transposed"
+    order = _order_of(forms, name, a, b)
+    if order:
+        return order
+    return _extent(a, b)
+
+
+def _order_of(forms: Forms, name: str, a: Array, b: Array) -> str:
+    """Return how the rows or columns of a matrix are ordered otherwise, or an empty text."""
+    rows, catalog = len(a), forms.catalogs[0]
+    recipe = catalog.recipes[name] if isinstance(catalog, RestructuredCatalog) else None
+    moves = () if recipe is None else recipe.moves
+    permuted = any(move.arrangement is not None and move.arrangement.rows is not None for move in moves)
+    config = language_of(next((each.config for each in forms.catalogs if each.config), {}))
+    counts = {config.get(key) for key in ("num_attention_heads", "num_key_value_heads", "n_head")}
+    for heads in counts:
+        if type(heads) is not int or heads <= 0 or rows % (2 * heads) or rows == 2 * heads:
+            continue
+        order = np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+        if _is(a[order], b):
+            return "rows are interleaved twice" if permuted else "rows are interleaved"
+        if _is(a[np.argsort(order)], b):
+            return "rows are not interleaved" if permuted else "rows are interleaved the other way"
+    if rows % 2 == 0 and _is(np.roll(a, rows // 2, axis=0), b):
+        return "the halves of the rows changed places"
+    for what, x, y in (("rows", a, b), ("columns", a.T, b.T)):
+        if 1 < len(x) <= _MOST_ROWS and x.shape[1] > 1:
+            with np.errstate(all="ignore"):
+                p, q = (np.nan_to_num(m / np.linalg.norm(m, axis=1, keepdims=True)) for m in (x, y))
+            origins = (q @ p.T).argmax(axis=1)
+            if len(set(origins.tolist())) == len(x) and (origins != np.arange(len(x))).any() and _is(x[origins], y):
+                return f"{what} are in another order"
+    return ""
+
+
+def _extent(a: Array, b: Array) -> str:
+    """Return how much of a matrix differs, if no operation explains it."""
+    change, norm = np.linalg.norm(a - b, axis=1), np.linalg.norm(a, axis=1)
+    bad = np.flatnonzero(change > _CLOSE * norm)
+    total = float(np.linalg.norm(change) / max(float(np.linalg.norm(norm)), 1e-30))
+    cosine = float(np.vdot(a, b)) / max(float(np.linalg.norm(a)) * float(np.linalg.norm(b)), 1e-30)
+    if a.size >= 64 and abs(cosine) < 0.2:
+        return "values are unrelated to the source's"
+    if 0 < len(bad) < len(a):
+        return f"{len(bad):,} of {plural(len(a), 'row')} differ, the first is row {bad[0]:,}"
+    return f"values differ by {total:.2g} of their norm, which the format does not explain"
+
+
+def _is(a: Array, b: Array, tolerance: float = _CLOSE) -> bool:
+    """Return True if the rows of matrices are equal but for rounding."""
+    if a.shape != b.shape:
+        return False
+    change, norm = (np.linalg.norm(x, axis=1) for x in (a - b, a))
+    return bool((change <= tolerance * np.maximum(norm, 1e-30)).all())
+
+
+def _figure(value: float) -> str:
+    return str(round(value)) if abs(value - round(value)) < 0.03 else f"{value:.3g}"

@@ -1,0 +1,246 @@
+"""`check` with a source: losses and changes of a conversion are errors with their cause; right ones have none."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from builders import models
+from builders.inside import main
+from builders.llama_models import plain, tensors_of, write_folder
+from builders.llama_quantize import save_imatrix
+
+import safeload
+from safeload.numpy import load_file, save_file
+
+Q, UP, NORM = "model.layers.1.self_attn.q_proj.weight", "mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
+
+
+def faults(result, source, **options):
+    """Code, tensor and message of each error about the source."""
+    report = safeload.check(result, original=source, **options)
+    return [(f.code, f.tensor, f.message) for f in report.errors if f.code.startswith("source.")]
+
+
+@pytest.fixture
+def moe(tmp_path):
+    """A model with experts, of 4 heads."""
+    return write_folder(tmp_path / "moe", plain()["mixtral"])
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return write_folder(tmp_path / "llama", plain()["llama3"])
+
+
+def interleaved(x, heads):
+    return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+
+
+def result_of(folder, changed, tmp_path, kind):
+    """The result of a converter that made a mistake: of a source with the mistake."""
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    save_file(changed, wrong / "model.safetensors")
+    if kind == "folder":
+        return wrong
+    scheme, _, name = kind.partition(" ")
+    destination = tmp_path / (name or "wrong.gguf")
+    safeload.convert(wrong, destination, quantize=None if scheme == "f16" else scheme)
+    return destination
+
+
+KINDS = ["folder", "f16", "q8_0", "q4_0", "mlx4-g32 mlx", "fp8_dynamic fp8"]
+
+
+def changes(heads):
+    """Planted damages: tensor, operation, part of the message."""
+    return {
+        "interleaved": (Q, lambda x: interleaved(x, heads), "rows are interleaved"),
+        "norm": (NORM, lambda x: x + x.dtype.type(1), "values differ by exactly 1"),
+        "random": (Q, lambda x: np.random.default_rng(3).permuted(x.ravel()).reshape(x.shape), "unrelated"),
+        "zero": (Q, np.zeros_like, "all values are 0"),
+        "sign": (Q, lambda x: -x, "values have the other sign"),
+        "scale": (Q, lambda x: x * x.dtype.type(2), "values are 2 times the source's"),
+        "transposed": ("model.layers.1.self_attn.o_proj.weight", lambda x: x.T.copy(), "is transposed"),
+        "halves": (Q, lambda x: np.roll(x, len(x) // 2, axis=0), "the halves of the rows changed places"),
+        "rows": (
+            Q,
+            lambda x: np.concatenate([x[:5] * x.dtype.type(0), x[5:]]),
+            "5 of 64 rows differ, the first is row 0",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", changes(4))
+def test_a_changed_tensor_is_found_with_its_cause(name, kind, llama, tmp_path):
+    heads = json.loads((llama / "config.json").read_text())["num_attention_heads"]
+    tensor, operation, cause = changes(heads)[name]
+    tensors = load_file(llama / "model.safetensors")
+    result = result_of(llama, {**tensors, tensor: operation(tensors[tensor])}, tmp_path, kind)
+    [(code, subject, message)] = faults(result, llama)
+    assert (code, subject) == ("source.changed", tensor)
+    assert cause in message
+
+
+@pytest.mark.parametrize("kind", ["folder", "f16", "q4_0"])
+def test_rows_that_a_gguf_file_interleaves_twice_or_never_are_told(kind, llama, tmp_path):
+    if kind == "folder":
+        pytest.skip("only GGUF files have interleaved rows")
+    heads = json.loads((llama / "config.json").read_text())["num_attention_heads"]
+    tensors = load_file(llama / "model.safetensors")
+    twice = result_of(llama, {**tensors, Q: interleaved(tensors[Q], heads)}, tmp_path, kind)
+    assert [message for *_, message in faults(twice, llama)] == ["rows are interleaved twice"]
+    back = tensors[Q].reshape(heads, -1, 2, tensors[Q].shape[1]).swapaxes(1, 2).reshape(tensors[Q].shape)
+    shutil.rmtree(tmp_path / "wrong")
+    twice.unlink()
+    never = result_of(llama, {**tensors, Q: np.ascontiguousarray(back)}, tmp_path, kind)
+    assert [message for *_, message in faults(never, llama)] == ["rows are not interleaved"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "f16", "q8_0", "q4_0"])
+def test_experts_and_layers_that_changed_places_are_named(kind, moe, tmp_path):
+    tensors = load_file(moe / "model.safetensors")
+    changed = dict(tensors)
+    pair = [f"model.layers.1.block_sparse_moe.experts.{k}.w1.weight" for k in (1, 3)]
+    changed[pair[0]], changed[pair[1]] = tensors[pair[1]], tensors[pair[0]]
+    layers = [f"model.layers.{k}.self_attn.v_proj.weight" for k in (0, 1)]
+    changed[layers[0]], changed[layers[1]] = tensors[layers[1]], tensors[layers[0]]
+    messages = {subject: message for _, subject, message in faults(result_of(moe, changed, tmp_path, kind), moe)}
+    assert messages == {
+        **dict.fromkeys(pair, "experts 1 and 3 changed places"),
+        **dict.fromkeys(layers, "layers 0 and 1 changed places"),
+    }
+
+
+def test_what_is_missing_is_grouped(llama, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    more = {f"mtp.layers.0.{name}.weight": np.ones((4, 4), np.float32) for name in ("q_proj", "k_proj")}
+    result = shutil.copytree(llama, tmp_path / "result")
+    save_file({**tensors, **more}, llama / "model.safetensors")
+    assert faults(result, llama) == [("source.lost", "mtp.*", "is missing: 2 tensors of the source")]
+    save_file({name: x for name, x in tensors.items() if name != NORM}, result / "model.safetensors")
+    assert ("source.lost:one".partition(":")[0], NORM, "is missing, but the source has it") in faults(result, llama)
+    save_file(tensors, llama / "model.safetensors")
+    save_file({**tensors, "extra.weight": np.ones(4, np.float32)}, result / "model.safetensors")
+    assert faults(result, llama) == [("source.more", "extra.weight", "is not in the source")]
+    save_file({**tensors, NORM: np.ones(7, np.float32)}, result / "model.safetensors")
+    assert [code for code, *_ in faults(result, llama)] == ["source.shape"]
+
+
+def test_what_the_form_leaves_out_is_a_note(tmp_path):
+    model = plain()["llama3"]
+    scale = {"model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}
+    folder = write_folder(tmp_path / "m", model, {**tensors_of(model), **scale})
+    safeload.convert(folder, tmp_path / "m.gguf")
+    report = safeload.check(tmp_path / "m.gguf", original=folder)
+    assert report.ok
+    [note] = [note for note in report.notes if note.code == "source.left_out"]
+    assert "scales of the KV cache" in note.message
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "fp8_dynamic", "fp8_block", "mlx4", "mlx8", "bnb_nf4", "bnb_fp4"])
+def test_right_folders_are_not_accused(scheme, tmp_path, monkeypatch):
+    name, sizes = models.SMALL["llama"]
+    monkeypatch.setitem(models.SMALL, "llama", (name, {**sizes, "hidden_size": 128, "intermediate_size": 256}))
+    (tmp_path / "m").mkdir()
+    folder = models.write_folder(tmp_path / "m", *models.small("llama", np.float32))
+    safeload.convert(folder, tmp_path / "q", quantize=scheme)
+    assert faults(tmp_path / "q", folder) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3_moe", "gemma2", "falcon_h1", "mamba2", "gpt_oss", "phi3_long", "deepseek_v3"]
+)
+@pytest.mark.parametrize("scheme", [None, "q4_0", "q4_k_m", "q2_k", "iq4_xs"])
+def test_right_gguf_files_are_not_accused(name, scheme, tmp_path):
+    folder = write_folder(tmp_path / name, plain()[name])
+    safeload.convert(folder, tmp_path / "m.gguf", quantize=scheme)
+    assert faults(tmp_path / "m.gguf", folder) == []
+    if scheme is None:  # and back
+        safeload.convert(tmp_path / "m.gguf", tmp_path / "back")
+        assert faults(tmp_path / "back", tmp_path / "m.gguf") == []
+        if name != "falcon_h1":  # its multipliers are rounded into the weights
+            assert faults(tmp_path / "back", folder) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_casts_are_not_accused(dtype, llama, tmp_path):
+    safeload.convert(llama, tmp_path / "cast", dtype=dtype)
+    assert faults(tmp_path / "cast", llama) == []
+
+
+def test_importance_matrices_are_not_accused(llama, tmp_path):
+    safeload.convert(llama, tmp_path / "plain.gguf", dtype="float32")
+    save_imatrix(tmp_path / "imatrix.gguf", safeload.load(tmp_path / "plain.gguf"))
+    for scheme in ("q4_0", "q4_k_m", "iq4_xs"):
+        safeload.convert(llama, tmp_path / f"{scheme}.gguf", quantize=scheme, imatrix=tmp_path / "imatrix.gguf")
+        assert faults(tmp_path / f"{scheme}.gguf", llama) == []
+
+
+def adapter_of(llama, folder):
+    """A LoRA adapter of a projection."""
+    folder.mkdir()
+    columns = load_file(llama / "model.safetensors")[Q].shape[1]
+    rng = np.random.default_rng(0)
+    name = f"base_model.model.{Q.removesuffix('.weight')}"
+    rows = load_file(llama / "model.safetensors")[Q].shape[0]
+    save_file(
+        {
+            f"{name}.lora_A.weight": rng.standard_normal((4, columns)).astype(np.float32),
+            f"{name}.lora_B.weight": rng.standard_normal((rows, 4)).astype(np.float32),
+        },
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("destination", ["merged", "merged.gguf"])
+def test_adapters_are_merged_into_the_source(destination, llama, tmp_path):
+    adapter = adapter_of(llama, tmp_path / "lora")
+    safeload.convert(llama, tmp_path / destination, adapters=adapter)
+    assert faults(tmp_path / destination, llama, adapters=adapter) == []
+    assert [(code, tensor) for code, tensor, _ in faults(tmp_path / destination, llama)] == [("source.changed", Q)]
+    safeload.convert(llama, tmp_path / f"dropped-{destination}")
+    dropped = faults(tmp_path / f"dropped-{destination}", llama, adapters=adapter)
+    assert [(code, tensor) for code, tensor, _ in dropped] == [("source.changed", Q)]
+
+
+def test_the_commands_fail_on_what_changed(llama, tmp_path, capsys):
+    adapter = adapter_of(llama, tmp_path / "lora")
+    assert main(["convert", str(llama), str(tmp_path / "m.gguf"), "--quantize", "q4_0", "--check-result"]) == 0
+    assert "compared with the source: no errors" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "m.gguf"), "--source", str(llama)]) == 0
+    assert main(["check", str(tmp_path / "m.gguf"), "--source", str(llama), "--adapter", str(adapter)]) == 1
+    assert f"error    {Q}" in capsys.readouterr().out
+    for arguments in (["--only", "x"], ["--raw"], ["--rename", "a", "b"]):
+        assert main(["convert", str(llama), str(tmp_path / "n.gguf"), "--check-result", *arguments]) == 2
+    assert main(["check", str(llama), "--adapter", str(adapter)]) == 2
+    assert not (tmp_path / "n.gguf").exists()
+
+
+def test_a_source_of_another_model_is_an_error(llama, tmp_path):
+    gpt2 = write_folder(tmp_path / "gpt2", plain()["gpt2"])
+    safeload.convert(llama, tmp_path / "m.gguf")
+    [(code, _, message)] = faults(tmp_path / "m.gguf", gpt2)
+    assert code == "source.form"
+    assert "is gpt2 in llama.cpp" in message
+
+
+def test_wrong_arguments_are_refused(llama):
+    with pytest.raises(ValueError, match="adapters= belongs to original="):
+        safeload.check(llama, adapters="lora")
+    with pytest.raises(ValueError, match="original= requires a checkpoint"):
+        safeload.check(np.ones(3), original=llama)
+
+
+def test_a_single_bit_of_a_large_scale_is_found(llama, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    changed = tensors[Q].copy()
+    changed[7, 9] = ml_dtypes.bfloat16(40)
+    [(_, subject, message)] = faults(result_of(llama, {**tensors, Q: changed}, tmp_path, "q8_0"), llama)
+    assert subject == Q
+    assert "1 of 64 rows differ, the first is row" in message
