@@ -77,6 +77,8 @@ continue.""",
         "FILE",
         "llama.cpp importance matrix for --quantize, in GGUF or the older format; only for a single file",
     ),
+    flag("--requantize", "round the codes of a quantized source again if the new format cannot hold them"),
+    flag("--exact", "refuse a format that would change any value of a quantized source"),
     repeated("--keep --ignore", "PATTERN", "leave these tensors or modules unquantized"),
     argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
@@ -135,7 +137,7 @@ def convert(options: argparse.Namespace) -> int:
     if options.json:
         result = {"files": report.files, "format": report.format, "tensors": report.tensors, "nbytes": report.nbytes}
         if report.summary is not None:
-            result.update(quantized=report.summary.quantized, kept=report.summary.kept)
+            result.update({key: getattr(report.summary, key) for key in ("quantized", "kept", "codes")})
         common.print_json({**result, "seconds": round(report.seconds, 3)})
     else:
         print(common.in_options(str(report)))
@@ -194,7 +196,9 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             adapters=None if options.adapter is None else list(map(common.adapter, options.adapter)),
             extras=not options.no_extras,
             verify=verify,
-            **common.given(options, "dtype imatrix only drop keep raw max_shard_size format overwrite resume"),
+            **common.given(
+                options, "dtype imatrix requantize exact only drop keep raw max_shard_size format overwrite resume"
+            ),
             **common.given(options, "storage_options"),
             **how,
         )

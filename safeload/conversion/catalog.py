@@ -22,13 +22,22 @@ import numpy as np
 from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, not_an_array
 from ..core.cast import astype
-from ..core.checkpoint import Checkpoint, codes_of, folder_of, index_of, tensors_of, with_aliases
+from ..core.checkpoint import (
+    Checkpoint,
+    codes_of,
+    folder_of,
+    index_of,
+    opened_as_stored,
+    recipe_of,
+    tensors_of,
+    with_aliases,
+)
 from ..core.files import Located, Location
 from ..core.forking import cached_property
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
-from ..core.packing import INT8, Packed, Part, scheme_row
+from ..core.packing import CODES, INT8, Packed, Part, scheme_row
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
@@ -39,8 +48,9 @@ from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
 from ..models.choosing import dtype_in
 from ..quant import finder
+from ..quant.codes import Coded, Immovable, Matrix
 from ..quant.families import Stored
-from ..quant.gguf import blocks_in
+from ..quant.gguf import blocks_in, blocks_of
 from ..quant.quantization import Quantization, quantization_of
 from ..remote.places import is_file_object, is_located
 
@@ -182,6 +192,8 @@ class Catalog:
         source: Given | Sequence[Given],
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = None,
+        *,
+        stored: bool = False,  # True to open all tensors as the files store them; `as_stored` does the rest
     ) -> Catalog:
         """Return the catalog of an operation's input; it closes files that it opens, but no checkpoint or catalog."""
         if isinstance(source, Catalog) and not verify:
@@ -197,11 +209,29 @@ class Catalog:
                         raise ValueError("verify= needs paths: a checkpoint is verified when it is opened")
                     origins += item._origins if isinstance(item, Catalog) else [item]
                 else:
-                    opened = open_paths(item, None, None, "refuse", storage_options=storage_options, verify=verify)
+                    opened = open_paths(
+                        item, None, None, "refuse", stored, storage_options=storage_options, verify=verify
+                    )
                     origins.append(stack.enter_context(Checkpoint(opened)))
             catalog = cls(origins)
             catalog._owned = stack.pop_all()
         return catalog
+
+    def as_stored(self, stack: ExitStack) -> Catalog:
+        """Return a catalog with the parts of packed tensors as tensors; ``stack`` closes files opened for it."""
+        origins: list[Checkpoint | Mapping[str, Any]] = []
+        for origin in self._origins:
+            if isinstance(origin, Checkpoint):
+                again = not recipe_of(origin).stored
+                origins.append(stack.enter_context(opened_as_stored(origin)) if again else origin)
+                continue
+            parts: dict[str, Any] = {}
+            for name, value in origin.items():
+                names = {"data": name, "scale": f"{name}_scale"}
+                own = value.parts if isinstance(value, QuantizedTensor) else {name: value}
+                parts |= {names.get(key, key): part for key, part in own.items()}
+            origins.append(parts)
+        return Catalog(origins, self.mapped)
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Catalog:
         """Return a catalog with tensors under second names, the keys of ``aliases``."""
@@ -477,6 +507,32 @@ class Catalog:
             row = dtypes.BY_NAME[array.dtype.name]
             parts[role] = Part(value.names.get(role, role), raw, row, array.shape, 0, raw.size)
         return Packed(value.packing, parts)
+
+    def scheme(self, name: str) -> str | None:
+        """Return the scheme of the codes that a tensor is made of; None if there are none, or an adapter changes it."""
+        return None if self.made(name) is not None else self.about(name).scheme
+
+    def coded(self, name: str) -> Coded:
+        """Return the codes of a quantized tensor; `Immovable` if they cannot be read as codes."""
+        packed = self.packed(name)
+        if packed is None:
+            packed = self._in_blocks(name)
+        kind = packed.packing
+        return Coded(kind.shape, [Matrix(packed, k) for k in range(kind.matrices)])
+
+    def _in_blocks(self, name: str) -> Packed:
+        """Return a tensor in blocks as a packed tensor."""
+        about = self.about(name)
+        if self.made(name) is not None or about.element is None or not about.element.blocked or len(about.shape) < 2:
+            raise Immovable(f"safeload moves no codes of {about.dtype}")
+        row, (origin, file, index) = about.element, self._places[name]
+        shape, u8 = (*about.shape[:-1], row.nbytes(about.shape[-1])), dtypes.BY_CODE["U8"]
+        if file is not None:
+            part = Part(name, file, u8, shape, *file.table.byte_range(index))
+        else:
+            raw: Any = np.ascontiguousarray(origin[name].data)
+            part = Part(name, raw.reshape(-1), u8, shape, 0, raw.size)
+        return Packed(blocks_of(row, row.name, about.shape, shared=True)._replace(grid=None), {CODES: part})
 
     def stored(self, name: str) -> QuantizedTensor:
         """Return a quantized tensor that is not packed as it is stored."""
@@ -828,6 +884,31 @@ class RestructuredCatalog(Catalog):
     def packed(self, name: str) -> Packed | None:
         source = self.recipes[name].renamed
         return None if source is None else self.base.packed(source)
+
+    def scheme(self, name: str) -> str | None:
+        return next((scheme for source in self.sources_of(name) if (scheme := self.base.scheme(source))), None)
+
+    def coded(self, name: str) -> Coded:
+        recipe, matrices = self.recipes[name], dict[int, Matrix]()
+        for move in recipe.moves:
+            arrangement, item = move.arrangement or Arrangement(), move.written.item
+            rows: Any = None if move.read.rows is _ALL else move.read.rows
+            in_order = arrangement._replace(rows=None, inverse=False) == Arrangement()
+            if not in_order or move.read.transposed or move.written._replace(item=None) != TensorView():
+                raise Immovable("its values are rearranged")
+            if self.base.scheme(move.source) is None:
+                raise Immovable("a part of it is not quantized")
+            if arrangement.rows is not None:
+                rows = np.argsort(arrangement.rows) if arrangement.inverse else arrangement.rows
+            chosen = self.base.coded(move.source).part(move.read.item, rows)
+            first = (item or 0) * math.prod(recipe.shape[1:-2] if item is not None else ())
+            matrices.update(enumerate(chosen, first))
+        result = Coded(recipe.shape, [each for _, each in sorted(matrices.items())])
+        if len(matrices) != math.prod(recipe.shape[:-2]) or {each.shape for each in result.matrices} != {
+            recipe.shape[-2:]
+        }:
+            raise Immovable("its values are rearranged")
+        return result
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
         source = self.recipes[name].renamed

@@ -40,6 +40,8 @@ def convert(
     dtype: Any = None,
     quantize: ConvertScheme | None = None,
     imatrix: PathLike | None = None,
+    requantize: bool = False,
+    exact: bool = False,
     layout: Layout | None = None,
     names: Iterable[str] | None = None,
     only: Patterns = None,
@@ -107,6 +109,9 @@ def convert(
             ``only``.
         imatrix: path of a llama.cpp importance matrix for ``quantize``, in GGUF or in the older format. Tensors
             without an entry are quantized without importance. Needs a single file as destination.
+        requantize: True to round the codes of a quantized source again if the format cannot hold them. Without it codes
+            move unchanged, or are rounded to fewer bits; else the tensor is an error by name.
+        exact: True to refuse a format that would change any value of a quantized source.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of

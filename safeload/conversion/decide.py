@@ -24,7 +24,7 @@ from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
 from ..core.showing import Result
 from ..core.tensors import LazyParts, Spans, Tensors
-from ..core.text import PathLike, as_texts, debug, plural, printable, show, size, warning
+from ..core.text import PathLike, as_texts, debug, error_about, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
@@ -33,12 +33,12 @@ from ..models.diffusion import ARCHITECTURE, is_rearranged, model_of, with_renam
 from ..models.family import changed_by_mlx, engine_model_types, gguf_form
 from ..models.layout import Layout
 from ..models.module_names import adapter_note, refuse_adapters
-from ..quant import finder
+from ..quant import codes, finder
 from ..quant.families import Preset, preset_of
 from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path, scales_beside
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
-from .make import COPIED, Decision, Outputs, merged, outputs_of, plan, spans_of
+from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
 from .quantize import WEIGHTS
 from .rules import (
     ConvertScheme,
@@ -65,6 +65,8 @@ _LEAVING_OUT = {"names", "only", "drop"}
 _OF_QUANTIZE = {
     "keep": "selects tensors that quantize= leaves unquantized",
     "imatrix": "has the importance of columns for quantize=",
+    "requantize": "allows quantize= to round codes again",
+    "exact": "keeps quantize= from changing the values of codes",
 }
 
 
@@ -74,6 +76,8 @@ class ConvertOptions(TypedDict, total=False):
     dtype: Any
     quantize: ConvertScheme | None
     imatrix: PathLike | None
+    requantize: bool
+    exact: bool
     layout: Layout | None
     names: Iterable[str] | None
     only: Patterns
@@ -134,8 +138,10 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
             raise ValueError("ignore= is another name of keep=: pass one of them")
         options["keep"], options["ignore"] = options["ignore"], None
     target = parse_target(options["dtype"])
+    check_codes(options["requantize"], options["exact"])
+    options |= {key: options[key] or None for key in ("requantize", "exact")}
     for key, about in _OF_QUANTIZE.items():
-        if options[key] is not None and options["quantize"] is None:
+        if options[key] not in (None, False) and options["quantize"] is None:
             raise ValueError(f"{key}= {about}: pass quantize= too")
     place, max_shard_size = where(dst, options["storage_options"]), options["max_shard_size"]
     path = place.shown
@@ -163,6 +169,12 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     return ConvertRequest(
         path, format, place, folder, limit, target, options, preset, selecting, by_name, every, **others
     )
+
+
+def check_codes(requantize: object, exact: object) -> None:
+    """Refuse arguments that contradict each other."""
+    if requantize and exact:
+        raise ValueError("requantize= rounds codes again, and exact= forbids it: pass only one of the two")
 
 
 def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
@@ -326,6 +338,7 @@ def metadata_for(catalog: Catalog, request: ConvertRequest) -> Mapping[Any, Any]
 
 
 _F32 = dtypes.BY_CODE["F32"]
+_ROUND_AGAIN = "requantize=True rounds them again, dtype= dequantizes them"
 _UNPLANNED = Planned(None)
 # Names of the stacked experts of a layer in mlx-lm.
 _MLX_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.(?:gate_proj|up_proj|down_proj|fc1|fc2)\.weight\Z")
@@ -538,6 +551,7 @@ class Decider:
         self._rules: Rules | EngineRules | None = None  # None quantizes nothing
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
+        self._codes: dict[str, str] = {}  # what became of the codes of a quantized source
         self._fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
         whole = options["names"] is None
@@ -611,6 +625,10 @@ class Decider:
             self.check_kept()
         if layout is None and self._tensors is None:
             catalog.refuse_unknown(self._descriptions)
+        # Results that are dequantized, or quantized for an engine other than MLX.
+        changes = self._restored if engine is None else not engine.engine.stacks_experts
+        if changes:
+            _check_mlx(catalog, request)
         decisions = self._of_layout(layout) if layout is not None else self.of_tensors()
         if isinstance(rules, Rules) and rules.patterns:
             check_matches("quantize", rules.patterns, {*self._descriptions, *self._heads, *decisions})
@@ -639,11 +657,8 @@ class Decider:
                     f"{show(module)}: pass dtype= to dequantize it",
                     tensor=name,
                 )
-        # Results that are dequantized, or quantized for an engine other than MLX.
-        if self._restored if engine is None else not engine.engine.stacks_experts:
-            _check_mlx(catalog, request)
-            if self._restored:
-                _warn_of_stacks(catalog, names, request.path)
+        if changes and self._restored:
+            _warn_of_stacks(catalog, names, request.path)
         for (requested, scheme), count in self._fallbacks.items():
             warning(
                 "%s: %s got %s instead of %s, because rows are not whole blocks of %d elements",
@@ -670,7 +685,8 @@ class Decider:
         files: dict[str, Location | bytes] = {**catalog.texts}
         if request.folder is not None:
             restored = self._restored and not described
-            config = config_with(catalog.config, self._target, restored=restored, schemes=outputs.schemes)
+            target = self._target or self._dtype_of_scales(decisions)
+            config = config_with(catalog.config, target, restored=restored, schemes=outputs.schemes)
             if options["extras"] and catalog.folder is not None:
                 files = {**extras_of(catalog.folder), **files}
         if engine is not None:
@@ -689,6 +705,14 @@ class Decider:
             restored=self._restored and engine is None,
         )
 
+    def _dtype_of_scales(self, decisions: Mapping[str, Decision]) -> dtypes.Dtype | None:
+        """Return the dtype of scales that have moved, for the config, if all unquantized tensors have it too."""
+        moved = {decision.dtype for decision in decisions.values() if decision.codes == MOVED}
+        plain = {self._descriptions[name].row.code for name in self._kept if self._descriptions[name].floating}
+        if self._engine is None or moved not in ({"F16"}, {"BF16"}) or not plain <= moved:
+            return None
+        return dtypes.BY_CODE[str(moved.pop())]
+
     def check_kept(self) -> None:
         """Refuse patterns of ``keep`` that match nothing."""
         if self._rules is not None:
@@ -700,7 +724,7 @@ class Decider:
         tensors = {
             name: (about.code, about.shape, about.nbytes) for name, about in {**self._descriptions, **heads}.items()
         }
-        return Summary(before, nbytes, self._quantized, self._kept, tensors)
+        return Summary(before, nbytes, self._quantized, self._kept, tensors, self._codes)
 
     def quantization(self) -> Quantization:
         """Return the quantization of a folder for an engine, as its reader would parse it."""
@@ -766,9 +790,34 @@ class Decider:
                 self._fallbacks[planned.requested, planned.scheme] += 1
         return planned
 
+    def _moved(self, name: str, label: str, scheme: str) -> Decision | None:
+        """Decide to move the codes of a source, or return None to round them again, if that is allowed."""
+        options, requested = self._request.options, None if self._target is None else self._target.code
+        try:
+            move = codes.plan(self._catalog.coded(name), codes.holds(scheme), requested)
+        except codes.Immovable as reason:
+            fewer = codes.bits_of(scheme) < codes.bits_of(label)
+            if options["exact"] or not (fewer or options["requantize"]):
+                advice = "dtype= dequantizes it" if options["exact"] else _ROUND_AGAIN
+                text = f"is {label}, whose codes cannot move to {scheme}: {reason}; {advice}"
+                raise error_about(UnsupportedError, text, tensor=name) from None
+            self._codes[name] = f"rounded again from {label}"
+            return None
+        if move.error and options["exact"]:
+            text = f"is {label}: {scheme} would change the numbers beside its codes by up to {move.error:.2g}"
+            raise error_about(UnsupportedError, f"{text}, which exact= forbids", tensor=name)
+        changed = f", numbers beside them rounded by up to {move.error:.0e}" if move.error else ""
+        self._codes[name] = f"codes of {label}{changed}"
+        return Decision(move.scale if move.scale in WEIGHTS else "F32", scheme, codes=MOVED)
+
     def _decide(self, name: str, tensor: TensorDescription) -> Decision:
         row = tensor.row if self._request.format else tensor.element  # in memory, nothing need be stored
         planned = _UNPLANNED if self._rules is None else self._planned(name, tensor)
+        label = None if planned.scheme is None else self._catalog.scheme(name)
+        if planned.scheme is not None and label is not None:
+            decision = self._moved(name, label, planned.scheme)
+            if decision is not None:
+                return decision
         if self._engine is not None:
             if planned.already:
                 return Decision(scheme=self._engine.already[name], codes=COPIED)

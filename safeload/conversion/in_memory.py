@@ -20,12 +20,13 @@ from ..core.source import Source, of_reals
 from ..core.text import PathLike, show, subject
 from ..errors import exported, public
 from ..models.layout import Layout
+from ..quant.codes import blocks
 from ..quant.families import preset_of
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
 from .catalog import Catalog, Given
-from .decide import ConvertOptions, ConvertRequest, Decider
-from .make import Decision, Maker, fill, plan
+from .decide import ConvertOptions, ConvertRequest, Decider, check_codes
+from .make import COPIED, Decision, Maker, fill, plan
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
 
@@ -58,6 +59,8 @@ def load_quantized(
     rounding: Rounding | None = None,
     axis: int | None = None,
     imatrix: PathLike | Mapping[str, Any] | None = None,
+    requantize: bool = False,
+    exact: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -67,8 +70,8 @@ def load_quantized(
     Floating tensors with 2 axes are quantized (with 3 axes: each matrix), except embeddings, norms and biases. These
     are identified by the schema of the architecture in ``config.json``, or by `KEPT_NAMES` if there is no schema.
     Integer, bool and complex tensors are unchanged. Tensors that are already quantized stay as they are, unless another
-    scheme is requested: then they are dequantized and quantized again. For int8 each matrix is read twice, first for
-    its absmax.
+    scheme is requested: then codes move to it, or are rounded again (see ``requantize``). For int8 each matrix is read
+    twice, first for its absmax.
 
     If the head is tied to the embedding and not stored, the head is quantized from the embedding, which stays float32.
     The schema and the config determine which tensors are tied. In unknown architectures ``lm_head.weight`` is tied to
@@ -91,6 +94,8 @@ def load_quantized(
         imatrix: path of a llama.cpp importance matrix, as in `convert`, for a GGUF model; or a dict from tensor names
             to importance, as in `quantize`. Tensors without an entry are quantized without importance, and "q4_0" is
             rounded by "ggml".
+        requantize: as in `convert`.
+        exact: as in `convert`.
         storage_options: for URLs: options of the filesystem behind the URL, see `open`.
         threads: None: chosen automatically.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
@@ -116,6 +121,7 @@ def load_quantized(
     """
     packing.SCHEMES["q4_0"].target(rounding)
     check_threads(threads)
+    check_codes(requantize, exact)
     preset = preset_of(scheme)
     if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
@@ -128,6 +134,7 @@ def load_quantized(
         if preset is not None:
             catalog = arranged(catalog, preset)
         options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "quantize": scheme, "keep": keep}
+        options |= {"requantize": requantize, "exact": exact}
         nowhere: Any = None  # the result has no format of its own and no place
         by_name = catalog.config is None  # an engine needs a whole model only if a config describes one
         shared: Any = {"every_tensor": True, "threads": threads, "progress": progress}
@@ -180,6 +187,11 @@ def _quantized(
     result, requests = QuantizedDict(), []
     for name, origin in origins.items():
         about = abouts[name]
+        if decisions[name].codes:
+            scheme = str(decisions[name].scheme)
+            data = blocks(scheme, catalog.coded(origin), how.threads)
+            result[name] = QuantizedTensor(scheme, abouts[name].shape, data)
+            continue
         value: Any = catalog.value(origin) if about.quantized and not about.packed else catalog.values(origin, name)
         if isinstance(value, Source):
             requests.append(request(name, value))
@@ -204,7 +216,7 @@ def _encoded(
     result, done = QuantizedDict(), 0
     with reporter(how.progress, sum(about.nbytes for about in abouts.values())) as report:
         for name, decision in decisions.items():
-            if decision.scheme is not None and not decision.codes:
+            if decision.scheme is not None and decision.codes != COPIED:
                 encoding, parts = maker.encoded(name, decision)
                 parts = {role: jobs.native_order(part) for role, part in {**parts, **encoding.constants()}.items()}
                 module = name.removesuffix(".weight")

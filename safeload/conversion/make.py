@@ -38,6 +38,7 @@ from ..models.choosing import untied as without_ties
 from ..models.choosing import with_vocabulary
 from ..models.layout import LAYER, Layout, StackedTensor
 from ..models.renamed import Divided
+from ..quant.codes import blocks
 from ..quant.families import presets
 from . import quantize
 from .catalog import Catalog, Made, TensorDescription, read_values
@@ -48,8 +49,8 @@ from .rules import Summary, vectors_for
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
 AS_STORED = -1
-# What becomes of the codes of a source.
-COPIED = "copied"
+# What becomes of the codes of a source, if they are not rounded again.
+COPIED, MOVED = "copied", "moved"
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
@@ -67,7 +68,7 @@ class Decision(NamedTuple):
     sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
     stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
-    codes: str = ""  # `COPIED` if the codes of the source already have the scheme
+    codes: str = ""  # `COPIED` or `MOVED` if the codes of the source stay
 
     @property
     def target(self) -> int | None:
@@ -369,6 +370,8 @@ class Maker:
         tensor, scheme, importance = self._about(source), decision.scheme, self._importance.get(name)
         if scheme in presets():
             return self._encoded(source, decision, tensor)
+        if scheme is not None and decision.codes:
+            return _quantized_later(scheme, tensor.shape, None, partial(self._in_blocks, scheme, source), lambda: None)
         if scheme is not None and importance is None and self._is_small(source, tensor):
             codes, scale = partial(self._in_group, packing.CODES, name), partial(self._in_group, packing.SCALE, name)
             output = _quantized_later(scheme, tensor.shape, packing.usual_axis(scheme, tensor.shape), codes, scale)
@@ -452,6 +455,10 @@ class Maker:
 
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
+    def _in_blocks(self, scheme: str, source: str) -> Array:
+        """Return the codes of a source in a block type."""
+        return blocks(scheme, self._catalog.coded(source), self._threads)
+
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:
         """Return a weight to quantize for an engine when it is written, or with its codes as they are."""
         if decision.codes == COPIED:
@@ -462,7 +469,11 @@ class Maker:
         constants = encoding.constants()
 
         def make(role: str) -> Array:
-            return constants[role] if role in constants else self._part_of(encoding, decision.partners, role)
+            if role in constants:
+                return constants[role]
+            if decision.codes == MOVED:
+                return quantize.moved(encoding, self._catalog.coded(source), role, self._threads)
+            return self._part_of(encoding, decision.partners, role)
 
         roles = encoding.preset.parts.items()
         parts = {part.suffix: Lazy(*encoding.stored(role), partial(make, role)) for role, part in roles}
@@ -476,6 +487,10 @@ class Maker:
     def encoded(self, source: str, decision: Decision) -> tuple[quantize.Encoding, dict[str, Array]]:
         """Quantize a weight for an engine at once: its parts that depend on values, by role."""
         encoding = self._encoding(source, decision, self._about(source).shape)
+        if decision.codes == MOVED:
+            coded, constants = self._catalog.coded(source), encoding.constants()
+            roles = [role for role in encoding.preset.parts if role not in constants]
+            return encoding, {role: quantize.moved(encoding, coded, role, self._threads) for role in roles}
         largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
         return encoding, quantize.encode(encoding, weights, largest=largest, threads=self._threads)
 

@@ -25,6 +25,7 @@ from ..core.source import Source, address, memory_of, of_numbers, of_reals
 from ..core.text import show, subject
 from ..core.thread_group import in_order
 from ..errors import RangeError, public
+from ..quant import codes as moving
 from ..quant.families import Preset
 from ..quant.small_integers import to_bitnet
 from .catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
@@ -612,6 +613,42 @@ def encode(
     if packing.GLOBAL in preset.parts:
         parts[packing.GLOBAL] = _little(np.array([tensor_scale]), np.dtype(np.float32))
     return parts
+
+
+def moved(encoding: Encoding, coded: moving.Coded, role: str, threads: int | None = None) -> Array:
+    """Return a part of a weight whose codes move from another format."""
+    preset, (dtype, shape) = encoding.preset, encoding.stored(role)
+    target = moving.holds(preset.name)
+    assert target is not None
+    if role == packing.CODES:
+        out = private_array(shape, dtype)
+        rows: Array = out.reshape(-1).view(np.uint8).reshape(len(coded.matrices), shape[-2], shape[-1] * dtype.itemsize)
+        for place, codes in zip(rows, moving.moved_codes(coded, target, threads), strict=True):
+            place[...] = _packed_codes(codes ^ np.uint8(128) if preset.signed else codes, preset.bits, place.shape[1])
+        return out
+    grids = moving.moved_grids(coded, target)
+    if role == packing.ZERO:
+        assert grids.zeros is not None
+        return _packed_zeros((grids.zeros[0] - (1 << preset.bits - 1)).astype(np.int8), preset.bits)
+    values = {packing.SCALE: grids.scales, packing.BIAS: grids.biases, packing.GLOBAL: grids.factors}[role]
+    assert values is not None
+    if role == packing.SCALE and dtype.itemsize == 1:
+        values = values.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
+    return _little(values, dtype).reshape(shape)
+
+
+def _packed_codes(codes: Array, bits: int, row_bytes: int) -> Array:
+    """Return rows of codes as bytes, the first code in the lowest bits."""
+    if bits == 8:
+        packed = codes
+    elif bits == 4:
+        even = codes if codes.shape[1] % 2 == 0 else np.pad(codes, ((0, 0), (0, 1)))
+        pairs = np.ascontiguousarray(even).view("<u2")
+        packed = (pairs | pairs >> 4).astype(np.uint8)
+    else:
+        each = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
+        packed = np.packbits(each.reshape(len(codes), -1), axis=-1, bitorder="little")
+    return packed if packed.shape[1] == row_bytes else np.pad(packed, ((0, 0), (0, row_bytes - packed.shape[1])))
 
 
 def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:

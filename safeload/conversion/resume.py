@@ -197,6 +197,7 @@ def _planned(
         )
     with paused(len(catalog)):
         outputs = decide.prepare(stack, catalog, request)
+        summary = outputs.summary
         shards = outputs.divided(request.limit)
         # Refuses two tensors with the same name.
         stored = weight_map({file: shard.stored for file, shard in shards.items()})
@@ -233,7 +234,7 @@ def _planned(
                 for name, place in outputs.files.items()
                 if isinstance(place, Location)
             },
-            "quantized": None if outputs.summary is None else [outputs.summary.bytes_before, outputs.summary.kept],
+            "quantized": None if summary is None else [summary.bytes_before, summary.kept, summary.codes],
             "schemes": [*outputs.schemes],
             "left_out": [*outputs.left_out],
             "parameters": outputs.parameters,
@@ -626,12 +627,12 @@ def _complete(
     warn_of_schemes(shown, plan["schemes"])
     summary = None
     if plan["quantized"] is not None:
-        before, kept = plan["quantized"]
+        before, kept, codes = plan["quantized"]
         decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
         schemes = {
             name: each.scheme for name, each in decisions.items() if each.scheme is not None and name not in kept
         }
-        summary = Summary(before, total, schemes, kept)
+        summary = Summary(before, total, schemes, kept, codes=codes)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 

@@ -51,8 +51,10 @@ _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is 
 # Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
 _HEADLESS = "embedding"
 
-# The names in `presets`; MLX's formats have groups of 64 by default.
+# The names in `presets`; MLX's formats have groups of 64 by default, those of integers groups of 128.
 EngineFormat: TypeAlias = Literal[
+    "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128",
+    "w4a16_asym-channel",
     "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
     "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
     "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
@@ -89,6 +91,7 @@ class _SummaryFields(NamedTuple):
     quantized: dict[str, str]
     kept: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
+    codes: Mapping[str, str] = {}
 
 
 @exported()
@@ -103,12 +106,14 @@ class Summary(Result, _SummaryFields):
         quantized: the scheme of each quantized tensor, by name.
         kept: the reason for each unquantized tensor, by name.
         tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
+        codes: what became of the codes of each quantized tensor that got another format, by name: they moved, or their
+            values were rounded again.
     """
 
     __slots__ = ()
 
     _columns = ("name", "dtype", "shape", "nbytes", "scheme", "kept")
-    _json = (*_SummaryFields._fields[:-1], ("tensors", Result.rows))
+    _json = (*_SummaryFields._fields[:4], "codes", ("tensors", Result.rows))
 
     def _values(self) -> Iterable[Any]:
         tensors = self.tensors or {}
@@ -126,7 +131,8 @@ class Summary(Result, _SummaryFields):
         for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
             counts: dict[str, list[str]] = {}
             for name, label in groups.items():
-                counts.setdefault(label, []).append(name)
+                how = f", {self.codes[name]}" if name in self.codes else ""
+                counts.setdefault(f"{label}{how}", []).append(name)
             for label, names in counts.items():
                 lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
         return "\n".join(lines)

@@ -237,7 +237,7 @@ _LONGEST = 40  # characters of a scheme name
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
 
-# The formats for engines, in the order of the presets; MLX's groups of other sizes are variants. Named here, because
+# The formats for engines, in the order of the presets; groups of other sizes are variants. Named here, because
 # this package imports no family.
 _MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
 ENGINE_FORMATS = (
@@ -245,7 +245,9 @@ ENGINE_FORMATS = (
     *_MLX,
     *("mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4"),
 )
-_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in _MLX for group in (32, 64, 128))}
+_GROUPED = ("w4a16", "w4a16_asym", *_MLX)
+_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in _GROUPED for group in (32, 64, 128))}
+_PRESETS |= {"w4a16-channel", "w4a16_asym-channel"}
 
 
 def scheme_row(scheme: str) -> Dtype:

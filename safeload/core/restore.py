@@ -728,7 +728,7 @@ def _table_of(numbers: str, bits: int) -> Array:
     """Return the values of all codes: floats, quarters, or integers.
 
     Integers are "unsigned", "signed" (two's complement), have an "offset" of half of their range, or are "ternary"
-    (-1, 0 and 1).
+    (-1, 0 and 1). "bits" are the codes themselves: the float16 of each has the bits of the code.
     """
     codes, half = range(1 << bits), 1 << bits - 1
     values: Iterable[float] = codes
@@ -736,6 +736,8 @@ def _table_of(numbers: str, bits: int) -> Array:
         values = (*_POSITIVE[numbers], *(-value for value in _POSITIVE[numbers]))
     elif numbers == "ternary":
         values = (-1, 0, 1, math.nan)
+    elif numbers == "bits":
+        values = [code * 2.0**-24 for code in codes]
     elif numbers != "unsigned":
         values = [(code if numbers == "offset" else code ^ half) - half for code in codes]
     return np.array([*values], np.float32)

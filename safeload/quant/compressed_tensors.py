@@ -256,9 +256,16 @@ _NVFP4 = {
     packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
 }
 
+_GROUPS = {"": 128, "-g32": 32, "-g64": 64, "-g128": 128, "-channel": None}
+
+
+def _four_bits(suffix: str, group: int | None) -> list[Preset]:
+    kinds = (("w4a16", lib.SL_ENCODE_INT, _WORDS), ("w4a16_asym", lib.SL_ENCODE_INT_ZERO, _ASYMMETRIC))
+    return [Preset(name + suffix, SERVERS, method, 4, group, parts, lay_out, _shape) for name, method, parts in kinds]
+
+
 PRESETS = [
-    Preset("w4a16", SERVERS, lib.SL_ENCODE_INT, 4, 128, _WORDS, lay_out, _shape),
-    Preset("w4a16_asym", SERVERS, lib.SL_ENCODE_INT_ZERO, 4, 128, _ASYMMETRIC, lay_out, _shape),
+    *(preset for suffix, group in _GROUPS.items() for preset in _four_bits(suffix, group)),
     Preset("w8a16", SERVERS, lib.SL_ENCODE_INT, 8, 128, _WORDS, lay_out, _shape),
     Preset("w8a8", SERVERS, lib.SL_ENCODE_INT, 8, None, _INT8, lay_out, signed=True),
     Preset("fp8_dynamic", SERVERS, lib.SL_ENCODE_FP8, 8, None, _FLOAT8, lay_out),

@@ -173,7 +173,7 @@ def preset_of(scheme: object) -> Preset | None:
     name = scheme.lower()
     base, sign, group = name.partition("-g")
     if name not in presets() and sign and base in presets():
-        sizes = "groups of 32, 64 or 128" if presets()[base].engine.stacks_experts else "no choice of groups"
+        sizes = "groups of 32, 64 or 128" if f"{base}-g32" in presets() else "no choice of groups"
         raise ValueError(f"unknown scheme {show(scheme)}: {base} has {sizes}, got {show(group)}")
     return presets().get(name)
 

@@ -37,7 +37,7 @@ def words(codes, bits, order):
         padded.reshape(*codes.shape[:-1], padded.shape[-1] // per_word, per_word)[..., order]
         << np.arange(per_word, dtype=np.uint32) * bits
     )
-    return np.bitwise_or.reduce(each, axis=-1).astype("<u4").view(np.uint8)
+    return np.ascontiguousarray(np.bitwise_or.reduce(each, axis=-1).astype("<u4")).view(np.uint8)
 
 
 def planes(codes, bits, high_first, interleaved):

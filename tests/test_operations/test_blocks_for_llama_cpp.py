@@ -99,7 +99,11 @@ def test_quantize_asks_for_more(folder, tmp_path):
     for name, part, kind in (("gpt_oss_mxfp4", "ffn_gate_exps", "MXFP4"), ("llama_nvfp4", "ffn_gate", "nvfp4")):
         source = folder(name)
         safeload.convert(
-            source, tmp_path / "few.gguf", quantize={"*ffn_down*weight": "q8_0", "*": None}, overwrite=True
+            source,
+            tmp_path / "few.gguf",
+            quantize={"*ffn_down*weight": "q8_0", "*": None},
+            requantize=True,
+            overwrite=True,
         )
         safeload.convert(source, tmp_path / "plain.gguf", dtype="float32", overwrite=True)
         safeload.convert(
@@ -115,7 +119,7 @@ def test_quantize_asks_for_more(folder, tmp_path):
 
 def test_a_mixture_gives_the_bytes_of_two_steps(folder, tmp_path):
     source = folder("llama_nvfp4")
-    safeload.convert(source, tmp_path / "one.gguf", quantize="q4_k_m")
+    safeload.convert(source, tmp_path / "one.gguf", quantize="q4_k_m", requantize=True)
     safeload.convert(source, tmp_path / "plain.gguf", dtype="float32")
     safeload.convert(tmp_path / "plain.gguf", tmp_path / "two.gguf", quantize="q4_k_m")
     one, two = (llama_models.described(tmp_path / f"{step}.gguf") for step in ("one", "two"))

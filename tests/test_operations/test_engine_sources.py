@@ -119,7 +119,7 @@ def test_quantized_checkpoints_are_dequantized_first(tmp_path, kind):
     source = DATA / "quantized" / kind
     safeload.convert(source, tmp_path / "plain", dtype="float16")
     safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize="bnb_nf4", only="*")
-    safeload.convert(source, tmp_path / "out", quantize="bnb_nf4", only="*", dtype="float16")
+    safeload.convert(source, tmp_path / "out", quantize="bnb_nf4", only="*", dtype="float16", requantize=True)
     assert safeload.diff(tmp_path / "out", tmp_path / "expected").same
     assert read_config(tmp_path / "out")["quantization_config"]["quant_method"] == "bitsandbytes"
 

@@ -1,14 +1,20 @@
-"""Codes of quantized models in conversions to other formats: copied as they are."""
+"""Codes of quantized models in conversions to other formats: copied, moved or refused."""
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders import code_layouts as layouts
+from builders import llama_models
 from builders.engine_models import DTYPES, write_experts, write_model
 from builders.paths import DATA
 from builders.schemes import ENGINE_FORMATS
+from builders.thorough import THOROUGH, part_of
 
 import safeload
+from safeload.errors import UnsupportedError
 from safeload.numpy import load_file
 
 FORMATS = [*ENGINE_FORMATS, *(f"mlx{bits}-g{group}" for bits in (2, 3, 8) for group in (32, 128))]
@@ -87,3 +93,203 @@ def test_weights_by_the_real_writers_are_copied(tmp_path, kind, name):
         if key.startswith(tuple(name.removesuffix("weight") for name in copied)):
             assert ours[key].dtype == theirs[key].dtype
             assert ours[key].tobytes() == theirs[key].tobytes()
+
+
+# ---- other formats: the table ----
+
+MOVED, NEAR = "moved", "near"  # NEAR: codes and scales stay, a bias or a factor is rounded once
+SHAPE = (1024, 1024) if THOROUGH else (64, 256)
+FOUR = ("w4a16-g32", "w4a16_asym-g32", "mlx4-g32", "mlx8-g32", "q4_0", "q4_1", "q8_0")
+SYMMETRIC = dict.fromkeys(FOUR, MOVED)
+ASYMMETRIC = {"w4a16_asym-g32": MOVED, "q8_0": MOVED, "mlx8-g32": MOVED, "mlx4-g32": NEAR, "q4_1": NEAR}
+
+
+def sources():
+    """Each layout, and what becomes of its codes in other formats; formats that are not named are refused."""
+    made = {}
+    for dtype in ("F16", "BF16"):
+        half = {key: how for key, how in SYMMETRIC.items() if dtype == "F16" or not key.startswith("q")}
+        asym = {key: how for key, how in ASYMMETRIC.items() if dtype == "F16" or not key.startswith("q")}
+        made |= {
+            f"ct sym g32 {dtype}": (layouts.compressed(dtype, 32, 1, SHAPE), SYMMETRIC | half),
+            f"ct asym g32 {dtype}": (layouts.compressed(dtype, 32, 2, SHAPE, symmetric=False), ASYMMETRIC | asym),
+            f"mlx4 g32 {dtype}": (
+                layouts.mlx(dtype, 32, 3, SHAPE),
+                {"q4_1": MOVED, "mlx8-g32": MOVED, "mlx4-g32": MOVED},
+            ),
+            f"mlx4 g32 zeros {dtype}": (layouts.mlx(dtype, 32, 4, SHAPE, zero=8), SYMMETRIC),
+            f"mlx8 g32 middle {dtype}": (
+                layouts.mlx(dtype, 32, 5, SHAPE, bits=8, zero=128),
+                {"q8_0": MOVED, "mlx8-g32": MOVED},
+            ),
+            f"int8 rows {dtype}": (
+                layouts.int8_rows(dtype, 6, SHAPE),
+                dict.fromkeys(("q8_0", "mlx8-g32", "w8a16", "w8a8"), MOVED),
+            ),
+        }
+    made |= {
+        "awq g32": (layouts.awq("F16", 32, 7, SHAPE), ASYMMETRIC),
+        "awq g128": (
+            layouts.awq("F16", 128, 8, SHAPE),
+            ASYMMETRIC | {"w4a16_asym": MOVED, "w8a16": MOVED, "mlx4": NEAR},
+        ),
+        "awq middle": (layouts.awq("F16", 32, 9, SHAPE, zero=8), SYMMETRIC),
+        "gptq g32": (layouts.gptq("F16", 32, 10, SHAPE), ASYMMETRIC),
+        "gptq v2 g32": (layouts.gptq("F16", 32, 11, SHAPE, version="gptq_v2"), ASYMMETRIC),
+        "gptq sym g128": (
+            layouts.gptq("F16", 128, 12, SHAPE, zero=8),
+            SYMMETRIC | dict.fromkeys(("w4a16", "w4a16_asym", "w8a16", "mlx4"), MOVED),
+        ),
+        "gptq8 sym g128": (
+            layouts.gptq("F16", 128, 13, SHAPE, bits=8, zero=128),
+            {"w8a16": MOVED, "q8_0": MOVED, "mlx8-g32": MOVED},
+        ),
+        "gptq act-order": (layouts.gptq("F16", 32, 14, SHAPE, order="reversed"), {}),
+        "ct f32": (layouts.compressed("F32", 32, 15, SHAPE), dict.fromkeys(("w4a16-g32", "w4a16_asym-g32"), MOVED)),
+        "ct asym f32": (layouts.compressed("F32", 32, 16, SHAPE, symmetric=False), {"w4a16_asym-g32": MOVED}),
+        "mxfp4": (layouts.mxfp4(17, SHAPE), dict.fromkeys(("mlx-mxfp4", "mlx8-g32"), MOVED)),
+        "mxfp4 near 1": (
+            layouts.mxfp4(18, SHAPE, 116, 130),
+            dict.fromkeys(("mlx-mxfp4", "mlx8-g32", "q8_0", "nvfp4a16"), MOVED),
+        ),
+        "nvfp4 divided": (layouts.nvfp4(19, SHAPE, 37.5, modelopt=False), {"nvfp4a16": MOVED}),
+        "nvfp4 multiplied": (layouts.nvfp4(20, SHAPE, 0.0137, modelopt=True), {"nvfp4a16": NEAR}),
+        "nvfp4 power": (layouts.nvfp4(21, SHAPE, 2.0**-7, modelopt=True), {"nvfp4a16": MOVED}),
+        "fp8 tensor": (layouts.fp8(22, SHAPE, (0, 0)), dict.fromkeys(("fp8_dynamic", "fp8_block"), MOVED)),
+        "fp8 rows": (layouts.fp8(23, SHAPE, (1, 0)), {"fp8_dynamic": MOVED}),
+        "fp8 rows of powers": (layouts.fp8(24, SHAPE, (1, 0), powers=True), {"fp8_dynamic": MOVED, "mlx-mxfp8": MOVED}),
+        "fp8 blocks": (layouts.fp8(25, (256, 256), (128, 128)), {"fp8_block": MOVED, "deepseek_fp8": MOVED}),
+        "fp8 blocks of powers": (
+            layouts.fp8(26, (256, 256), (128, 128), powers=True),
+            dict.fromkeys(("fp8_block", "deepseek_fp8", "mlx-mxfp8"), MOVED),
+        ),
+    }
+    return made
+
+
+SOURCES = sources()
+TARGETS = (
+    *FOUR, "w4a16", "w4a16_asym", "w8a16", "w8a8", "mlx4", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "nvfp4a16",
+    "fp8_dynamic", "fp8_block", "deepseek_fp8", "bnb_nf4", "q5_0",
+)  # fmt: skip
+NAME = f"{layouts.NAME}.weight"
+BITS = {"int8": 8, "mlx8": 8, "gptq8": 8, "fp8": 8}  # of the first words of sources; else 4
+CELLS = part_of([(source, target) for source in SOURCES for target in TARGETS], 0, 5)
+
+
+@pytest.mark.parametrize(("source", "target"), CELLS)
+def test_each_cell_of_the_table(tmp_path, source, target):
+    made, table = SOURCES[source]
+    values = layouts.write(tmp_path / "source", made)
+    np.testing.assert_array_equal(safeload.load(tmp_path / "source", dtype="float32")[NAME], values)
+    arguments = {"quantize": {NAME: target} if target[0] == "q" else target}
+    how = table.get(target, "never")
+    if how in ("never", NEAR):
+        with pytest.raises(UnsupportedError, match=f"{NAME}|no tensor is left"):
+            safeload.convert(tmp_path / "source", tmp_path / "out", **arguments, exact=True)
+    if how == "never":
+        fewer = int(re.search("[0-9]+", target)[0]) < BITS.get(source.split()[0], 4)
+        if fewer and target != "deepseek_fp8":  # rounded again, as `requantize=True` always does
+            report = safeload.convert(tmp_path / "source", tmp_path / "out", **arguments)
+            assert report.summary.codes[NAME].startswith("rounded again from ")
+            return
+        with pytest.raises(UnsupportedError, match=r"requantize=True|no tensor is left"):
+            safeload.convert(tmp_path / "source", tmp_path / "out", **arguments)
+        return
+    report = safeload.convert(tmp_path / "source", tmp_path / "out", **arguments)
+    read = safeload.load(tmp_path / "out", dtype="float32")[NAME]
+    if report.summary.kept.get(NAME, "").startswith("is already"):
+        assert how == MOVED
+    else:
+        assert report.summary.codes[NAME].startswith("codes of ")
+        assert ("rounded by up to" in report.summary.codes[NAME]) == (how == NEAR)
+    if how == MOVED:
+        np.testing.assert_array_equal(read, values)
+        safeload.convert(tmp_path / "source", tmp_path / "exact", **arguments, exact=True)
+        assert contents(tmp_path / "exact") == contents(tmp_path / "out")
+    else:
+        np.testing.assert_allclose(read, values, rtol=0, atol=8e-3 * float(np.abs(values).max()))
+        assert (read != values).any()
+    quantized = safeload.load_quantized(tmp_path / "source", arguments["quantize"])
+    np.testing.assert_array_equal(np.asarray(quantized[NAME]), read)
+
+
+def test_codes_are_rounded_again_on_request(tmp_path):
+    layouts.write(tmp_path / "source", SOURCES["awq g32"][0])
+    report = safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16-g32", requantize=True)
+    assert report.summary.codes == {NAME: "rounded again from awq4 g32"}
+    assert "1 quantized to w4a16-g32, rounded again from awq4 g32" in str(report)
+    safeload.convert(tmp_path / "source", tmp_path / "plain", dtype="float32")
+    safeload.convert(tmp_path / "plain", tmp_path / "expected", quantize="w4a16-g32", dtype="float16")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    parts = [key for key in ours if key.startswith(layouts.NAME)]
+    assert parts
+    assert all(np.array_equal(ours[key], theirs[key]) for key in parts)
+    with pytest.raises(ValueError, match="pass only one of the two"):
+        safeload.convert(tmp_path / "source", tmp_path / "x", quantize="w4a16-g32", requantize=True, exact=True)
+    with pytest.raises(ValueError, match="pass quantize= too"):
+        safeload.convert(tmp_path / "source", tmp_path / "x", dtype="float16", exact=True)
+
+
+@pytest.mark.parametrize("way", ["pieces", "executor"])
+@pytest.mark.parametrize(("source", "target"), [("awq g32", "w4a16_asym-g32"), ("gptq g32", "mlx4-g32")])
+def test_pieces_move_the_codes_of_one_process(tmp_path, way, source, target):
+    layouts.write(tmp_path / "source", SOURCES[source][0])
+    one = safeload.convert(tmp_path / "source", tmp_path / "one", quantize=target)
+    how = {"resume": True}
+    if way == "executor":
+        how = {"executor": ThreadPoolExecutor(1)}
+    report = safeload.convert(tmp_path / "source", tmp_path / "out", quantize=target, **how)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+    assert report.summary.codes == one.summary.codes
+
+
+def test_scales_get_the_dtype_that_is_asked_for_if_it_is_exact(tmp_path):
+    layouts.write(tmp_path / "source", layouts.awq("F16", 32, 1, SHAPE))
+    safeload.convert(tmp_path / "source", tmp_path / "wide", quantize="w4a16_asym-g32", dtype="float32")
+    stored = safeload.load(tmp_path / "wide", stored=True)
+    assert stored[f"{layouts.NAME}.weight_scale"].dtype == np.float32
+    safeload.convert(tmp_path / "source", tmp_path / "same", quantize="w4a16_asym-g32", dtype="bfloat16")
+    stored = safeload.load(tmp_path / "same", stored=True)
+    assert stored[f"{layouts.NAME}.weight_scale"].dtype == np.float16  # not exact in bfloat16
+    a, b = (safeload.load(tmp_path / name, dtype="float32")[NAME] for name in ("wide", "same"))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_the_dtype_in_the_config_follows_the_scales(tmp_path):
+    source = SOURCES["awq g32"][0]
+    for dtype, expected in (("float16", "float16"), ("bfloat16", "bfloat16")):  # of the norm
+        layouts.write(tmp_path / "source", source, dtype)
+        config = json.loads((tmp_path / "source/config.json").read_text())
+        (tmp_path / "source/config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+        safeload.convert(tmp_path / "source", tmp_path / dtype, quantize="w4a16_asym-g32")
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["torch_dtype"] == expected
+
+
+# ---- towards GGUF and from it ----
+
+
+@pytest.mark.parametrize(("first", "scheme"), [("w4a16-g32", "q4_0"), ("w4a16_asym-g32", "q8_0"), ("w8a8", "q8_0")])
+def test_codes_move_to_llama_cpp_and_back(tmp_path, first, scheme):
+    pytest.importorskip("tokenizers")
+    model = llama_models.listed()["llama3"]  # with rows of queries in another order
+    source = llama_models.write_folder(tmp_path / "source", model, llama_models.tensors_of(model))
+    safeload.convert(source, tmp_path / "first", quantize=first, dtype="float16")
+    report = safeload.convert(tmp_path / "first", tmp_path / "x.gguf", quantize=scheme)
+    assert sum(how.startswith("codes of ") for how in report.summary.codes.values()) == 14
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "plain", dtype="float32")
+    expected, plain = safeload.load(tmp_path / "first", dtype="float32"), safeload.load(tmp_path / "plain")
+    moved = [name for name in expected if name.endswith("_proj.weight")]
+    assert len(moved) == 14
+    for name in moved:
+        np.testing.assert_array_equal(plain[name], expected[name])
+    back = "w4a16-g32" if scheme == "q4_0" else "mlx8-g32"
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back", quantize=back, exact=True)
+    again = safeload.load(tmp_path / "back", dtype="float32")
+    for name in moved:
+        np.testing.assert_array_equal(again[name], expected[name])
+    if first == back:
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "first"))
+        parts = [key for key in ours if "_proj.weight_" in key]
+        assert parts
+        assert all(np.array_equal(ours[key], theirs[key]) for key in parts)

@@ -359,7 +359,7 @@ def test_a_piece_never_maps_a_file(copied, tmp_path, monkeypatch):
         raise AssertionError("a piece maps a file")
 
     for src in (copied, FIXTURES["ct_pack_w4_g32_sym"].path, FIXTURES["mlx_affine4_g64"].path):
-        for options in ({}, {"dtype": "f16"}, {"quantize": "q8_0"}):
+        for options in ({}, {"dtype": "f16"}, {"quantize": "q8_0", "requantize": True}):
             place = tmp_path / f"{Path(src).name}{len(options)}{options.get('dtype')}"
             plan = safeload.plan_convert(src, place, max_shard_size=LIMIT, **options)
             with monkeypatch.context() as patched:

@@ -100,7 +100,7 @@ def test_a_quantized_folder_is_a_source(source, tmp_path, way):
     convert(first, tmp_path / "back", dtype="float32")
     assert config(tmp_path / "back") == {**CONFIG, "torch_dtype": "float32"}
     assert values(tmp_path / "back") == values(first)
-    convert(first, tmp_path / "again", quantize="q8_0")
+    convert(first, tmp_path / "again", quantize="q8_0", requantize=True)
     assert config(tmp_path / "again")["quantization_config"]["schemes"] == ["q8_0"]
     convert(first, first, dtype="float32", overwrite=True, max_shard_size=9000)
     assert "quantization_config" not in config(first)

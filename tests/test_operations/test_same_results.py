@@ -105,7 +105,7 @@ def test_small_tensors_are_quantized_as_each_is_alone(tmp_path, scheme):
 MIXTURES = {
     "copies": {},
     "dequantized": {"dtype": "bfloat16"},
-    "requantized": {"dtype": "float16", "quantize": {"layers.0.*": "int8"}},
+    "requantized": {"dtype": "float16", "quantize": {"layers.0.*": "int8"}, "requantize": True},
     "one tensor": {"only": "layers.1.up_proj.weight", "dtype": "float32"},
 }
 

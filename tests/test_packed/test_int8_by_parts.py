@@ -64,8 +64,8 @@ def test_parts_of_any_size(make, most, tmp_path, monkeypatch):
     for axis in (None, *range(-dense.ndim, dense.ndim)):
         want = safeload.load_quantized({name: dense}, "int8", axis=axis)[name]
         for given in (folder, dict(safeload.load(folder))):
-            assert safeload.load_quantized(given, "int8", axis=axis)[name] == want
-    safeload.convert(folder, tmp_path / "y.safetensors", quantize="int8")
+            assert safeload.load_quantized(given, "int8", axis=axis, requantize=True)[name] == want
+    safeload.convert(folder, tmp_path / "y.safetensors", quantize="int8", requantize=True)
     safeload.convert({name: dense}, tmp_path / "z.safetensors", quantize="int8")
     of_codes, of_values = load_file(tmp_path / "y.safetensors"), load_file(tmp_path / "z.safetensors")
     assert of_codes.keys() == of_values.keys()
@@ -85,7 +85,7 @@ def test_a_weight_that_is_not_finite_is_told_by_its_index(tmp_path, monkeypatch)
     with pytest.raises(safeload.RangeError, match=r"tensor 'a.weight': .*\[70, ") as values:
         safeload.load_quantized(dense, "int8")
     with pytest.raises(safeload.RangeError) as codes:
-        safeload.load_quantized(folder, "int8")
+        safeload.load_quantized(folder, "int8", requantize=True)
     assert str(codes.value) == str(values.value)
 
 
@@ -101,9 +101,9 @@ _GROWTH = inside.program("""
     loaded = safeload.load_quantized, safeload.convert  # their modules
     before = peak()
     if len(sys.argv) > 2:
-        safeload.convert(sys.argv[1], sys.argv[2], quantize="int8")
+        safeload.convert(sys.argv[1], sys.argv[2], quantize="int8", requantize=True)
     else:
-        safeload.load_quantized(sys.argv[1], "int8")
+        safeload.load_quantized(sys.argv[1], "int8", requantize=True)
     print(peak() - before)
 """)
 
