@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from fractions import Fraction
 from itertools import repeat
 from threading import local
@@ -29,7 +29,7 @@ from ..core.names import Patterns, layer_of, natural_key, select
 from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
-from ..core.quantized_tensor import QuantizedTensor
+from ..core.quantized_tensor import QuantizedTensor, storage_of
 from ..core.runtime import paused
 from ..core.showing import Report, Row, shorten, table
 from ..core.source import Source, of_array
@@ -395,6 +395,7 @@ def diff(
     *,
     only: Patterns = None,
     drop: Patterns = None,
+    stored: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     executor: Executor | None = None,
     threads: int | None = None,
@@ -417,6 +418,8 @@ def diff(
         b: the checkpoint to compare with, in any of these forms.
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None compares all.
         drop: shell pattern, or several, of names to skip.
+        stored: True to compare what the files store: codes, scales and zero points by their own names, and the bytes
+            of blocks, of which ``index`` then counts bytes. An open `Checkpoint` is opened again.
         storage_options: options of the filesystems behind URLs, see `open`.
         executor: compares groups of tensors in other processes or on other machines with access to the same files: any
             object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
@@ -442,12 +445,18 @@ def diff(
     """
     check_threads(threads)
     check_executor(executor)
-    with Catalog.of(a, storage_options) as catalog_a, Catalog.of(b, storage_options) as catalog_b:
-        how: Any = {"executor": executor, "threads": threads, "progress": progress}
+    with (
+        ExitStack() as stack,
+        Catalog.of(a, storage_options, stored=stored) as catalog_a,
+        Catalog.of(b, storage_options, stored=stored) as catalog_b,
+    ):
+        if stored:
+            catalog_a, catalog_b = (catalog.as_stored(stack) for catalog in (catalog_a, catalog_b))
+        how: Any = {"stored": stored, "executor": executor, "threads": threads, "progress": progress}
         report, forms = compare(catalog_a, catalog_b, only, drop, **how)
-        # Codes are read again; plain numbers are judged by `check` with a source.
-        judged = [name for name, row in report.tensors.items() if row.unequal and forms.quantized(name)]
-        report.judged = judge(forms, judged, threads)
+        if not stored:  # codes are read again; plain numbers are judged by `check` with a source
+            judged = [name for name, row in report.tensors.items() if row.unequal and forms.quantized(name)]
+            report.judged = judge(forms, judged, threads)
         return report
 
 
@@ -457,12 +466,13 @@ def compare(
     only: Patterns,
     drop: Patterns,
     *,
+    stored: bool = False,
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[DiffReport, Forms]:
     """Compare two checkpoints in a common form; see `diff`."""
-    forms = common_form(catalog_a, catalog_b)
+    forms = Forms((catalog_a, catalog_b)) if stored else common_form(catalog_a, catalog_b)
     if executor is not None and (forms.form or forms.tied):
         raise ValueError("executor= compares checkpoints of one form: convert one of them first")
     catalogs = forms.catalogs
@@ -472,13 +482,13 @@ def compare(
     with paused(len(catalog_a) + len(catalog_b)):
         shapes, described = _compare_structure(report, catalogs, only, drop)
         report.described = {about.name: (about.code, about.shape, about.nbytes) for about in described}
-    for catalog in catalogs:
+    for catalog in () if stored else catalogs:
         catalog.refuse_codes(shapes, "diff")
     if executor is None:
-        rows = _compare_values(*catalogs, shapes, threads=threads, progress=progress)
+        rows = _compare_values(*catalogs, shapes, stored=stored, threads=threads, progress=progress)
     else:
         sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
-        pieces = pieces_of(sizes, *catalogs, operation="diff")
+        pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
         rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
     with paused(len(rows)):
@@ -542,14 +552,16 @@ def run(
     with opened(piece, storage_options, ("sources", "against")) as (names, (a, b)):
         with paused(len(names)):
             shapes, _ = _compare_structure(DiffReport("", ""), (a, b), None, None)
-        rows = _compare_values(a, b, shapes, threads=threads, progress=None)
+        rows = _compare_values(a, b, shapes, stored=piece["stored"], threads=threads, progress=None)
         return {"differences": {name: [*row] for name, row in rows.items()}}
 
 
 def _compare_values(
-    a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, threads: int | None, progress: Progress
+    a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, stored: bool, threads: int | None, progress: Progress
 ) -> dict[str, _Fields]:
     """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
+    blocks = _blocks_of(a, b, shapes) if stored else {}
+    shapes = {**shapes, **blocks}
     meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     names = [*shapes]
     rows: dict[str, _Fields] = {}
@@ -569,7 +581,7 @@ def _compare_values(
         plain = np.flatnonzero(of_a == of_b)
         compare([names[k] for k in plain.tolist()], *(side.pick(plain) for side in spans))
     rest = [name for name in names if name not in rows] if len(rows) < len(names) else []
-    with _reader(a, rest, threads) as read_a, _reader(b, rest, threads) as read_b:
+    with _reader(a, rest, blocks, threads) as read_a, _reader(b, rest, blocks, threads) as read_b:
         for batch in windows(rest, NUMBERS, lambda name: math.prod(shapes[name])):
             pairs = [alike(name, read_a(name), read_b(name)) for name in batch]
             compare(batch, *map(_spans, zip(*pairs, strict=True)))
@@ -582,9 +594,21 @@ def _compare_values(
 # ---- tensors that are not plain, or not in local files ----
 
 
+def _blocks_of(a: Catalog, b: Catalog, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of the bytes of tensors in equal block types, which are compared byte by byte."""
+    result = {}
+    for name, shape in shapes.items():
+        x, y = a.about(name), b.about(name)
+        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
+            result[name] = storage_of(x.scheme, shape, None)[0][1]
+    return result
+
+
 @contextmanager
-def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iterator[Callable[[str], Source]]:
-    """Yield a function that reads tensors in this order; remote tensors are read ahead."""
+def _reader(
+    catalog: Catalog, names: Sequence[str], blocks: Collection[str], threads: int | None
+) -> Iterator[Callable[[str], Source]]:
+    """Yield a function that reads tensors in this order, some as ``blocks``; remote tensors are read ahead."""
 
     def is_encoded(name: str) -> bool:  # it is decoded to float32, or weight files do not have its dtype
         element = catalog.about(name).element
@@ -594,7 +618,11 @@ def _reader(catalog: Catalog, names: Sequence[str], threads: int | None) -> Iter
         encoded = is_encoded(name)
         if stream is not None and not encoded:
             value: Any = next(stream)[1]
+            if name in blocks:
+                return of_array(name, np.ascontiguousarray(value.data))
             array = value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
+        elif name in blocks:
+            array = np.ascontiguousarray(catalog.stored(name).data)
         elif encoded or catalog.about(name).quantized or is_remote(catalog.place(name).file):
             array = catalog.array(name, threads)
         else:

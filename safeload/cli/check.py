@@ -305,7 +305,7 @@ def diff(options: argparse.Namespace) -> int:
         common.open_path(options.b, options) as b,
         common.running(options, "diff") as how,
     ):
-        report = diff(a, b, **common.given(options, "only drop"), **how)
+        report = diff(a, b, **common.given(options, "only drop stored"), **how)
     good = report.same if options.tolerance is None else report.within(options.tolerance)
     if options.json:
         judged = {} if options.tolerance is None else {"tolerance": options.tolerance, "within": good}
