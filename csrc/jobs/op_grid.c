@@ -4,6 +4,7 @@
  * scattered in the first-level cache, so that a file's bytes cross memory only once. Unneeded steps are skipped. */
 #include "jobs/op.h"
 #include "kernels/copy2d.h"
+#include "kernels/stream.h"
 
 static bool is_run(int64_t column_stride, uint64_t element) { return column_stride == (int64_t)element; }
 
@@ -47,6 +48,8 @@ static int32_t plan_grid(const sl_job *job, sl_plan *plan, sl_error *error) {
     plan->unit = 1;
     plan->unit_bytes = element;
     plan->scratch = TILE_BYTES + 2 * PART_BYTES;
+    plan->streams = is_run(grid->memory_row, (uint64_t)to->block_bytes) &&
+                    sl_stream_pays(job->memory, grid->rows * grid->columns * (uint64_t)to->block_bytes);
     return SL_OK;
 }
 
@@ -63,11 +66,12 @@ static int32_t fetch(const tile *self, uint8_t *buffer, sl_plane *source, sl_err
     const sl_grid *grid = job->grid;
     int64_t begin = (int64_t)self->row * grid->source_row + (int64_t)self->column * grid->source_column;
     if (job->file == SL_MEMORY) {
-        *source = (sl_plane){(uint8_t *)(uintptr_t)sl_job_memory(job) + begin, grid->source_row, grid->source_column};
+        *source = (sl_plane){(uint8_t *)(uintptr_t)sl_job_memory(job) + begin, grid->source_row, grid->source_column,
+                             false};
         return SL_OK;
     }
     uint64_t run = self->columns * self->from_size, rows = self->rows, offset = job->offset + (uint64_t)begin;
-    *source = (sl_plane){buffer, (int64_t)run, grid->source_column};
+    *source = (sl_plane){buffer, (int64_t)run, grid->source_column, false};
     if (grid->source_row == (int64_t)run) { /* whole rows, contiguous */
         run *= rows;
         rows = 1;
@@ -84,7 +88,7 @@ static void convert_part(const tile *self, uint64_t rows, uint64_t columns, sl_p
                          sl_plane destination) {
     uint64_t from = self->from_size, to = self->to_size, run = columns * from, count = rows * columns;
     if (!is_run(source.column, from) || (source.row != (int64_t)run && rows > 1)) {
-        sl_plane packed = {scratch, (int64_t)run, (int64_t)from};
+        sl_plane packed = {scratch, (int64_t)run, (int64_t)from, false};
         sl_copy_2d((size_t)from, rows, columns, source, packed);
         source = packed;
     }
@@ -93,7 +97,7 @@ static void convert_part(const tile *self, uint64_t rows, uint64_t columns, sl_p
         sl_conversion_run(self->conversion, source.memory, destination.memory, (size_t)count);
         return;
     }
-    sl_plane packed = {scratch + PART_BYTES, row, (int64_t)to};
+    sl_plane packed = {scratch + PART_BYTES, row, (int64_t)to, false};
     sl_conversion_run(self->conversion, source.memory, packed.memory, (size_t)count);
     sl_copy_2d((size_t)to, rows, columns, packed, destination);
 }
@@ -102,8 +106,8 @@ static void convert_part(const tile *self, uint64_t rows, uint64_t columns, sl_p
 static void convert(const tile *self, sl_plane source, uint8_t *scratch, sl_plane destination) {
     uint64_t rows = self->rows, columns = self->columns;
     if (is_run(destination.row, self->to_size) && !is_run(destination.column, self->to_size)) {
-        sl_plane in = {source.memory, source.column, source.row},
-                 out = {destination.memory, destination.column, destination.row};
+        sl_plane in = {source.memory, source.column, source.row, false},
+                 out = {destination.memory, destination.column, destination.row, destination.streams};
         source = in, destination = out;
         rows = self->columns, columns = self->rows;
     }
@@ -119,11 +123,11 @@ static void convert(const tile *self, sl_plane source, uint8_t *scratch, sl_plan
         }
 }
 
-static int32_t run_tile(const tile *self, uint8_t *scratch, sl_error *error) {
+static int32_t run_tile(const tile *self, bool streams, uint8_t *scratch, sl_error *error) {
     const sl_grid *grid = self->job->grid;
     sl_plane source, destination = {(uint8_t *)self->job->memory + (int64_t)self->row * grid->memory_row +
                                         (int64_t)self->column * grid->memory_column,
-                                    grid->memory_row, grid->memory_column};
+                                    grid->memory_row, grid->memory_column, streams};
     int32_t status = fetch(self, scratch, &source, error);
     if (status != SL_OK) return status;
     if (self->conversion != NULL)
@@ -150,9 +154,10 @@ static int32_t run_grid(const sl_job *job, const sl_plan *plan, uint64_t chunk, 
             self.column = c;
             self.rows = sl_min_u64(rows, row_end - r);
             self.columns = sl_min_u64(columns, column_end - c);
-            int32_t status = run_tile(&self, scratch, error);
+            int32_t status = run_tile(&self, plan->streams, scratch, error);
             if (status != SL_OK) return status;
         }
+    if (plan->streams) sl_stream_end();
     return SL_OK;
 }
 

@@ -167,8 +167,8 @@ static const float *tile_grid(const band *self, int k, uint64_t first, uint64_t 
     }
     if (grid == NULL) return NULL;
     if (grid == room) step = (int64_t)(columns * sizeof(float));
-    sl_copy_2d(sizeof(float), rows, columns, (sl_plane){(uint8_t *)(uintptr_t)grid, step, sizeof(float)},
-               (sl_plane){(uint8_t *)tiled, sizeof(float), (int64_t)(rows * sizeof(float))});
+    sl_copy_2d(sizeof(float), rows, columns, (sl_plane){(uint8_t *)(uintptr_t)grid, step, sizeof(float), false},
+               (sl_plane){(uint8_t *)tiled, sizeof(float), (int64_t)(rows * sizeof(float)), false});
     return tiled;
 }
 
@@ -236,17 +236,17 @@ static const sl_scaling *scaling_of(band *self, uint64_t column) {
 static void turn(const band *self, uint64_t column, uint64_t columns) {
     const sl_packed *packed = self->job->packed;
     uint64_t skipped = column - self->begin;
-    sl_plane from = {(uint8_t *)(uintptr_t)self->bytes + skipped * self->line_bits / 8, (int64_t)self->pitch, 4};
+    sl_plane from = {(uint8_t *)(uintptr_t)self->bytes + skipped * self->line_bits / 8, (int64_t)self->pitch, 4, false};
     uint64_t lines = self->lines;
     if (in_nibbles(packed, columns))
         columns /= 8;
     else if (packed->layout == SL_LAYOUT_ROWS) {
-        from = (sl_plane){self->values, (int64_t)columns * 4, 4};
+        from = (sl_plane){self->values, (int64_t)columns * 4, 4, false};
         for (uint64_t r = 0; r < lines; r++)
             sl_packed_look_up(packed, self->plan, self->bytes + r * self->pitch, skipped, columns, NULL,
                               self->values + r * columns * 4);
     }
-    sl_copy_2d(4, lines, columns, from, (sl_plane){self->turned, 4, (int64_t)lines * 4});
+    sl_copy_2d(4, lines, columns, from, (sl_plane){self->turned, 4, (int64_t)lines * 4, false});
 }
 
 /* Dequantizes column k of the transposed tile of `columns`, which begins at `column` of the matrix. */

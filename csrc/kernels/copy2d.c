@@ -1,6 +1,8 @@
 /* Two-dimensional copies with arbitrary strides. */
 #include "kernels/copy2d.h"
 
+#include "kernels/stream.h"
+
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC does not define __SSE2__ */
 #define HAS_REGISTERS
 #include <emmintrin.h>
@@ -127,7 +129,13 @@ SL_INLINE void transpose_square(size_t element, sl_plane source, sl_plane destin
     for (uint64_t c = 0; c < side; c += step)
         for (uint64_t r = 0; r < side; r += step)
             transpose_registers(element, at(source, r, c).memory, source.column, block + r * LINE + c * element, LINE);
-    for (uint64_t r = 0; r < side; r++) memcpy(at(destination, r, 0).memory, block + r * LINE, LINE);
+    for (uint64_t r = 0; r < side; r++) {
+        uint8_t *out = at(destination, r, 0).memory;
+        if (destination.streams)
+            sl_stream_copy(out, block + r * LINE, LINE);
+        else
+            memcpy(out, block + r * LINE, LINE);
+    }
 }
 
 /* Transposes the part covered by whole squares, from the first row and column on. The source lines of the next square
@@ -202,8 +210,8 @@ void sl_copy_2d(size_t element, uint64_t rows, uint64_t columns, sl_plane source
         }
         for (uint64_t r = 0; r < rows; r++) memcpy(at(destination, r, 0).memory, at(source, r, 0).memory, (size_t)run);
     } else if (destination.row == step && destination.column != step) { /* rows are contiguous, not columns */
-        sl_plane in = {source.memory, source.column, source.row};
-        sl_plane out = {destination.memory, destination.column, destination.row};
+        sl_plane in = {source.memory, source.column, source.row, source.streams};
+        sl_plane out = {destination.memory, destination.column, destination.row, destination.streams};
         sl_copy_2d(element, columns, rows, in, out);
     } else if (destination.column == step && source.row == step)
         transpose(element, rows, columns, source, destination);

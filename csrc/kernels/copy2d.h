@@ -8,6 +8,7 @@
 typedef struct sl_plane {
     uint8_t *memory;
     int64_t row, column;
+    bool streams; /* of a destination: whole lines of a transposed matrix are stored past the cache; see stream.h */
 } sl_plane;
 
 /* Copies elements of 1, 2, 4 or 8 bytes at any alignment. Source and destination must not overlap. */

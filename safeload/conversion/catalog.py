@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from copy import copy
 from fnmatch import fnmatchcase
-from itertools import product, repeat
+from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
@@ -34,6 +34,7 @@ from ..core.checkpoint import (
 )
 from ..core.files import Located, Location
 from ..core.forking import cached_property
+from ..core.memory import private_array
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
@@ -116,6 +117,10 @@ class Made(NamedTuple):
     fill: Callable[[dtypes.Dtype, Array, int | None], object]  # an array with its values in a dtype, on some threads
     work: dtypes.Dtype  # in which values are not rounded yet
     about: TensorDescription
+
+
+# Returns the memory of an array.
+Room: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 class TensorPlace(NamedTuple):
@@ -418,11 +423,14 @@ class Catalog:
         if self.merge is not None and name in self.merge:
             self.merge.target_row(name, None)
 
-    def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
-        """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory."""
+    def value(self, name: str, threads: int | None = None, dtype: Any = None, room: Room = private_array) -> Any:
+        """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory.
+
+        A tensor that is made gets the memory of ``room``.
+        """
         if (computed := self.made(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
-            out: Array = np.empty(self.about(name).shape, dtypes.array_dtype(row.number))
+            out = room(self.about(name).shape, dtypes.array_dtype(row.number))
             computed.fill(row, out, threads)
             return out
         origin, file, index = self._places[name]
@@ -440,10 +448,10 @@ class Catalog:
         value: Array | QuantizedTensor = self.value(name, threads, np.float32 if packed else None)
         return value.dequantize(threads=threads) if isinstance(value, QuantizedTensor) else value
 
-    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None, room: Room = private_array) -> Source | QuantizedTensor:
         """Return a tensor as a source of jobs; a quantized tensor is read and returned as it is stored."""
         if self.made(name) is not None:
-            return of_array(name, self.value(name, threads))
+            return of_array(name, self.value(name, threads, room=room))
         origin, file, index = self._places[name]
         if file is not None and not file.table.packed.get(index):
             source = in_file(origin, name, file, index)
@@ -454,9 +462,9 @@ class Catalog:
             return value
         return of_array(name, np.ascontiguousarray(value) if file is not None else value)
 
-    def values(self, name: str, called: str | None = None) -> Source | QuantizedTensor:
+    def values(self, name: str, called: str | None = None, room: Room = private_array) -> Source | QuantizedTensor:
         """Like `source`, but jobs dequantize packed and int8 file tensors; messages have the name ``called``."""
-        value = self.restoring(name) or self.source(name)
+        value = self.restoring(name) or self.source(name, room=room)
         return value if called is None or isinstance(value, QuantizedTensor) else value._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
@@ -625,25 +633,12 @@ class TensorView(NamedTuple):
         return part[self.rows]
 
 
-# Rows and columns that are transposed together: ten times as fast as a whole matrix, because columns miss the cache.
-_TILE_ROWS, _TILE_COLUMNS = 512, 32
-
-
-def _copy(out: Array, values: Array) -> None:
+def _copy(out: Array, values: Array, threads: int | None) -> None:
     """Copy values of the same dtype, which may be a transposed view."""
-    if out.dtype.itemsize in (2, 4) and out.dtype == values.dtype:  # as integers: NumPy copies bfloat16 one by one
-        integer = np.uint16 if out.dtype.itemsize == 2 else np.uint32
-        out, values = out.view(integer), values.view(integer)
-    if values.ndim < 2 or values.strides[-1] <= values.strides[-2]:
+    if out.flags.c_contiguous and out.dtype == values.dtype:
+        astype(values, out.dtype, out=out, threads=threads)
+    else:
         out[...] = values
-        return
-    if values.ndim > 2:
-        for part, source in zip(out, values, strict=True):
-            _copy(part, source)
-        return
-    for row, column in product(range(0, len(out), _TILE_ROWS), range(0, out.shape[1], _TILE_COLUMNS)):
-        tile = slice(row, row + _TILE_ROWS), slice(column, column + _TILE_COLUMNS)
-        out[tile] = values[tile]
 
 
 class Arrangement(NamedTuple):
@@ -663,6 +658,11 @@ class Arrangement(NamedTuple):
         """True if values change."""
         return self.function is not None or self.shift != 0 or bool(self.factors)
 
+    @property
+    def reorders(self) -> bool:
+        """True if rows or columns change places, or form matrices."""
+        return self.rows is not None or self.columns is not None or self.shape is not None
+
     def fill(self, out: Array, array: Array, row: dtypes.Dtype, threads: int | None) -> None:
         """Fill ``out`` with the values of ``array``, which are float32 if they change."""
         if self.inverse:
@@ -671,7 +671,10 @@ class Arrangement(NamedTuple):
             if self.columns is not None:
                 counts = [*(counts or out.shape[:1]), len(self.columns)]
             result = self._computed(result.reshape(*counts, *out.shape[len(counts) :]), row, threads)
-            out[self._places(out)] = result
+            if counts:
+                out[self._places(out)] = result
+            else:
+                _copy(out, result, threads)
             return
         if self.rows is not None and self.columns is None and not (self.computes or self.transposed):
             flat: Array = out.reshape(len(self.rows), *array.shape[1:])
@@ -680,7 +683,7 @@ class Arrangement(NamedTuple):
         result = array[self._places(array)]
         result = result.reshape(self.shape or result.shape)
         result = self._computed(result.swapaxes(-1, -2) if self.transposed else result, row, threads)
-        _copy(out, result.reshape(out.shape))
+        _copy(out, result.reshape(out.shape), threads)
 
     def _places(self, array: Array) -> Any:
         if self.columns is None:
@@ -726,6 +729,14 @@ class Move(NamedTuple):
     read: TensorView = TensorView()
     written: TensorView = TensorView()
     arrangement: Arrangement | None = None  # of the whole source; None for its values in their order
+
+    @property
+    def turned(self) -> TensorView | None:
+        """The part of the source, of adjacent columns, that the move only transposes; None for other moves."""
+        if self.arrangement is None:
+            return self.read if self.read.transposed and self.read.rows.step is None else None
+        plain = not (self.arrangement.reorders or self.arrangement.computes)
+        return TensorView(transposed=True) if self.arrangement.transposed and plain else None
 
 
 class TensorRecipe(NamedTuple):
@@ -869,11 +880,11 @@ class RestructuredCatalog(Catalog):
         for source in self.sources_of(name):
             self.base.check_kept(source)
 
-    def source(self, name: str, threads: int | None = None) -> Source | QuantizedTensor:
+    def source(self, name: str, threads: int | None = None, room: Room = private_array) -> Source | QuantizedTensor:
         recipe = self.recipes[name]
         if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
-            return super().source(name, threads)
-        source = self.base.source(recipe.renamed, threads)
+            return super().source(name, threads, room)
+        source = self.base.source(recipe.renamed, threads, room)
         return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
     def restoring(self, name: str) -> Source | None:
@@ -954,12 +965,33 @@ class RestructuredCatalog(Catalog):
                 stored: Array = target.reshape(self.base.about(move.source).shape)
                 self.base.read_into(move.source, row, stored, threads)
                 continue
+            if (job := self._transposing(move, row, target)) is not None:
+                batch = jobs.Batch([job])
+                batch.results((target,))
+                batch.run(threads=threads)
+                continue
             work = _F32 if arrangement is not None and arrangement.computes else row
             array = self._item(move.source, move.read.item, work, threads)
             if arrangement is not None:
                 arrangement.fill(target, array, row, threads)
             else:
-                _copy(target, move.read._replace(item=None).of(array))
+                _copy(target, move.read._replace(item=None).of(array), threads)
+
+    def _transposing(self, move: Move, row: dtypes.Dtype, target: Array) -> jobs.Job | None:
+        """Return a job that transposes a matrix while it is read; None if values must be made first."""
+        part = move.turned
+        source = self.base.in_place(move.source) if part is not None and target.flags.c_contiguous else None
+        if part is None or source is None or source.packed is not None or source.row.packed:
+            return None
+        if len(source.shape) != (2 if part.item is None else 3):
+            return None
+        rows, across = source.shape[-2:]
+        begin, end, _ = part.rows.indices(across)
+        element, target_element = source.row.block_bytes, row.block_bytes
+        grid = jobs.JobGrid(rows, end - begin, (across * element, element, target_element, rows * target_element))
+        offset = source.offset + ((part.item or 0) * rows * across + begin) * element
+        matrix = source._replace(shape=(rows, end - begin), offset=offset)
+        return matrix.job(address_of(target), row.number, grid=grid) if target.size else None
 
     def _item(self, name: str, item: int | None, row: dtypes.Dtype, threads: int | None) -> Array:
         """Return an item of a source; sources that are read as a whole are kept for the next item."""

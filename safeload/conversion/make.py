@@ -379,7 +379,8 @@ class Maker:
             self._small[name] = output, tensor.nbytes, values
             return output
         if scheme is not None:
-            return self._quantized(scheme, tensor.shape, partial(self._catalog.values, source, name), importance)
+            values = partial(self._catalog.values, source, name, room=self._scratch.array)
+            return self._quantized(scheme, tensor.shape, values, importance)
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
@@ -440,15 +441,12 @@ class Maker:
         (dtype, stored), _ = storage_of(scheme, shape, axis)
 
         def make() -> QuantizedTensor:
-            value = read()
-            stacked = isinstance(value, np.ndarray)  # occupies the scratch memory itself
-            data = private_array(stored, dtype) if stacked else self._scratch.array(stored, dtype)
             return quantize.quantize_source(
-                value,
+                read(),  # may occupy the scratch memory
                 scheme,
                 axis=axis,
                 rounding=self._rounding,
-                data=data,
+                data=self._codes.array(stored, dtype),
                 threads=self._threads,
                 importance=importance,
             )

@@ -713,8 +713,8 @@ static void check_all_encoded(void) {
 static sl_plane plane_in(uint8_t *memory, size_t element, size_t rows, size_t columns, unsigned how) {
     size_t gap = how & 4 ? 3 * element : 0;
     int64_t step = (int64_t)element;
-    sl_plane plane = {memory, (int64_t)(columns * element + gap), step};
-    if (how & 1) plane = (sl_plane){memory, step, (int64_t)(rows * element + gap)};
+    sl_plane plane = {memory, (int64_t)(columns * element + gap), step, false};
+    if (how & 1) plane = (sl_plane){memory, step, (int64_t)(rows * element + gap), false};
     if (how & 2) {
         plane.memory += (int64_t)(rows - 1) * plane.row + (int64_t)(columns - 1) * plane.column;
         plane.row = -plane.row;
@@ -730,7 +730,6 @@ static uint64_t check_copy(uint64_t state, size_t element, size_t rows, size_t c
         size_t shift = how % SHIFTS;
         memcpy(in, source, size + SHIFTS);
         memset(wanted, UNTOUCHED, size + SHIFTS);
-        memset(got, UNTOUCHED, size + SHIFTS);
         sl_plane from = plane_in(in + shift, element, rows, columns, how & 7);
         sl_plane to = plane_in(wanted + shift, element, rows, columns, how >> 3);
         for (size_t r = 0; r < rows; r++)
@@ -738,9 +737,14 @@ static uint64_t check_copy(uint64_t state, size_t element, size_t rows, size_t c
                 memcpy(to.memory + (int64_t)r * to.row + (int64_t)c * to.column,
                        from.memory + (int64_t)r * from.row + (int64_t)c * from.column, element);
         to.memory += got - wanted;
-        sl_copy_2d(element, rows, columns, from, to);
-        if (memcmp(got, wanted, size + SHIFTS) != 0)
-            FAIL("copy of %zu x %zu x %zu bytes, layouts %u", rows, columns, element, how);
+        for (int streams = 0; streams < 2; streams++) {
+            memset(got, UNTOUCHED, size + SHIFTS);
+            to.streams = streams != 0;
+            sl_copy_2d(element, rows, columns, from, to);
+            sl_stream_end();
+            if (memcmp(got, wanted, size + SHIFTS) != 0)
+                FAIL("copy of %zu x %zu x %zu bytes, layouts %u", rows, columns, element, how);
+        }
         state = digest(state, got, size);
     }
     free(in);
