@@ -71,7 +71,7 @@ The fields of ``gguf``:
   ``end_of_turn_listed``: true if it is the first of several ends in ``generation_config.json``. ``end_of_text``: a
   token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
   tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
-  types that the tokenizer does not name. ``tokenizer``: "gemma4" for its kind.
+  types that the tokenizer does not name. ``tokenizer``: "gemma4" or "bert" for its kind.
   ``suppress_tokens``: true to write the key that ``generation_config.json`` has.
 - ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
 - ``complete``: true if tensors without which llama.cpp computes something else must be in a model whose config
@@ -256,9 +256,10 @@ class GgufForm:
 
     @property
     def embedding(self) -> str:
-        """The end of the published name of the embedding."""
+        """The published name of the embedding without its prefix."""
         name: str = next(iter(self.layouts["token_embd.weight"]))
-        return ".".join(name.split(".")[-2:])
+        usual = self._family.get("prefixes", ("",))[0]
+        return name.removeprefix(usual) if usual and name.startswith(usual) else ".".join(name.split(".")[-2:])
 
     @cached_property
     def head(self) -> str:
@@ -352,6 +353,7 @@ def is_kept_f32(name: str) -> bool:
         "conv1d.weight",
         "shortconv.conv.weight",
         "position_embd.weight",
+        "token_types.weight",
         "indexer.proj.weight",
     )
     return name.endswith(kept) or not name.endswith(".weight")

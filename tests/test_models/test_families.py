@@ -21,7 +21,7 @@ def test_the_list_says_what_each_family_is_known_for():
     known = {name: family[4:] for name, family in families.items()}
     assert known["qwen3_moe"] == (True, "qwen3moe", True, True, True, False)
     assert known["gemma"] == (False, "gemma", False, True, True, False)
-    assert known["bert"] == (True, "", False, False, False, False)
+    assert known["bert"] == (True, "bert", False, False, True, False)
 
 
 def test_every_schema_of_the_list_has_its_name():

@@ -166,7 +166,7 @@ def test_pieces_and_parts_are_refused(written):
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
-        ({"general.architecture": "bert"}, "architecture 'bert' cannot become"),
+        ({"general.architecture": "t5"}, "architecture 't5' cannot become"),
         ({"llama.block_count": None}, "key llama.block_count is missing"),
         ({"llama.block_count": "2"}, "key llama.block_count must be a number of at least 0 without a fraction"),
         ({"llama.block_count": np.uint32(0)}, "num_hidden_layers must be a positive integer"),

@@ -225,6 +225,46 @@ def test_vocabularies_that_are_known_by_their_size(name, rows, key, value, tmp_p
     assert metadata_of(source, tmp_path)[key] == value
 
 
+# ---- WordPiece ----
+
+
+def test_word_pieces_return_and_say_where_words_begin(tmp_path):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["bert_model"])
+    keys = metadata_of(source, tmp_path)
+    stored = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, special = stored["model"]["vocab"], {token["content"] for token in stored["added_tokens"]}
+    rest = {text for text in vocab if text.startswith("##")}
+    expected = {text if text in special else text[2:] if text in rest else SPACE + text for text in vocab}
+    assert rest
+    assert set(keys["tokens"]) == expected
+    assert (keys["model"], keys["normalizer.lowercase"], keys["token_type_count"]) == ("bert", True, 2)
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "tokenizer.json").read_text(encoding="utf-8")) == stored
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "match"),
+    [
+        ("model", "type", "WordLevel", "a model of type 'WordLevel' with the prefix '##', expected 'WordPiece'"),
+        ("model", "continuing_subword_prefix", "@@", "the prefix '@@', expected 'WordPiece' with '##'"),
+        ("normalizer", "type", "Lowercase", "has the normalizer 'Lowercase', but llama.cpp has BertNormalizer"),
+        ("normalizer", "clean_text", False, "has clean_text False, but llama.cpp has true"),
+        ("normalizer", "handle_chinese_chars", False, "has handle_chinese_chars False, but llama.cpp has true"),
+        ("pre_tokenizer", "type", "Whitespace", "'Whitespace', but llama.cpp has BertPreTokenizer"),
+    ],
+)
+def test_other_word_pieces_are_refused(part, key, value, match, tmp_path):
+    source = llama_models.write_folder(tmp_path / "m", MODELS["bert_model"])
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    content[part][key] = value
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(safeload.UnsupportedError, match=match):
+        metadata_of(source, tmp_path)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(safeload.UnsupportedError, match=r"tokenizer.json does not exist, but llama.cpp needs it"):
+        metadata_of(source, tmp_path)
+
+
 # ---- Unigram ----
 
 

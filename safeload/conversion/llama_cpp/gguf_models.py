@@ -37,7 +37,8 @@ from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRec
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
 from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
-from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, kept_json, skeleton, tokenizer_files, tokenizer_keys
+from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, skeleton, tokenizer_keys
+from .tokenizer_files import kept_json, tokenizer_files
 
 # safeload's keys for the way back.
 _CONFIG = "config"

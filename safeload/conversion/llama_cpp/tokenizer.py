@@ -1,8 +1,8 @@
-"""The tokenizer of a model as metadata of llama.cpp, and the files of a tokenizer from such metadata.
+"""The tokenizer of a model as metadata of llama.cpp; `tokenizer_files` makes the files again.
 
-llama.cpp has three kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
-"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. "gemma4" merges characters in lines. The
-files are those of transformers:
+llama.cpp has four kinds. "llama" is SentencePiece: it merges the neighbours that form the token of the highest score.
+"gpt2" is byte-level BPE: it cuts a text into words, and merges bytes in each. "gemma4" merges characters in lines.
+"bert" is WordPiece: it takes the longest token from the front of each word. The files are those of transformers:
 
 1. ``tokenizer.model``: a vocabulary of SentencePiece.
 2. ``tokenizer.json``: the format of the library tokenizers. ``model`` has ``type`` "BPE", ``vocab`` (token to id),
@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -35,11 +35,10 @@ import numpy as np
 
 from ...core.files import MAX_JSON, Location, is_missing, parse_json, read_at, read_data, read_if_there
 from ...core.forking import cached_property
-from ...core.text import encode, needed, plural, show, warning
+from ...core.text import needed, plural, show, warning
 from ...errors import FormatError, SafeloadError, UnsupportedError
 from ...formats import gguf
 from ...models.family import GgufForm
-from ..catalog import Catalog
 from .sentencepiece import (
     BPE,
     BYTE,
@@ -51,17 +50,15 @@ from .sentencepiece import (
     UNUSED,
     USER_DEFINED,
     SentencePieceModel,
-    VocabularyPiece,
     parse_model,
-    serialized,
 )
-from .settings import ModelConfig, text_at
+from .settings import ModelConfig
 
 JSON, CONFIG, MODEL, TEKKEN = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"
 TIKTOKEN, GENERATION = "tiktoken.model", "generation_config.json"
 KEPT = "safeload.source."  # prefix of safeload's keys, before the name of a file
-_PREFIX = "tokenizer.ggml."
-TOKENS = f"{_PREFIX}tokens"
+PREFIX = "tokenizer.ggml."
+TOKENS = f"{PREFIX}tokens"
 ADDED, TEMPLATE, OLD_TEMPLATE = "added_tokens.json", "chat_template.jinja", "chat_template.json"
 SPACE = "\u2581"  # of SentencePiece
 _PADDING_SCORE, _ADDED_SCORE = -10000.0, -1000.0
@@ -73,7 +70,7 @@ _VISIBLE = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_
 # GPT-2 writes a space as this character.
 _BYTE_SPACE = "\u0120"
 # Names with which llama.cpp begins a text with the first token if a file does not say whether.
-_ADDS_BOS = (
+ADDS_BOS = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     *("tekken", "chameleon"),
 )
@@ -81,7 +78,7 @@ _ADDS_BOS = (
 _MOST_STEPS = 16
 # Keys that the files do not give, by the rows of the embedding: of Code Llama, and of SmolLM and Granite.
 _LIKE_LLAMA = ("llama", "granite", "granitemoe", "smollm3", "arcee", "llama-embed")
-_BY_ROWS = {32016: {f"{_PREFIX}eot_token_id": gguf.U32(32010)}, 49152: {f"{_PREFIX}add_bos_token": False}}
+_BY_ROWS = {32016: {f"{PREFIX}eot_token_id": gguf.U32(32010)}, 49152: {f"{PREFIX}add_bos_token": False}}
 _ADVICE = "raw=True writes the tensors without a tokenizer"
 
 # Ids that llama.cpp assumes in a file without them.
@@ -179,7 +176,7 @@ class Vocabulary:
     """The tokens of a model in llama.cpp's form, with ids up to the ``rows`` of the embedding filled up."""
 
     def __init__(self, kind: str, rows: int) -> None:
-        self.kind = kind  # "llama", "gpt2" or "gemma4"
+        self.kind = kind  # "llama", "gpt2", "gemma4" or "bert"
         self.pre: str | None = "default"  # None leaves the key out
         self.texts = [f"[PAD{k}]" for k in range(rows)]
         self.types, self.scores = [UNUSED] * rows, [_PADDING_SCORE] * rows
@@ -208,42 +205,44 @@ class Vocabulary:
             "model": self.kind,
             "pre": self.pre,
             "tokens": self.texts,
-            "scores": np.array(self.scores, np.float32) if self.kind != "gpt2" else None,
+            "scores": np.array(self.scores, np.float32) if self.kind not in ("gpt2", "bert") else None,
             "token_type": np.array(self.types, np.int32),
             "merges": self.merges,
             "add_space_prefix": self.add_space_prefix,
         }
-        return {f"{_PREFIX}{key}": value for key, value in keys.items() if value is not None}
+        return {f"{PREFIX}{key}": value for key, value in keys.items() if value is not None}
 
 
 def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, rows: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer, for an embedding with so many rows."""
     if files.tekken is not None:
         return _tekken_keys(files, files.tekken, rows)
-    vocabulary = _gemma4(files, rows) if form.tokenizer == "gemma4" else vocabulary_of(files, rows)
+    vocabulary = _KINDS.get(form.tokenizer, vocabulary_of)(files, rows)
     if not form.adds_space and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
-    keys |= {f"{_PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
-    if vocabulary.by_steps and vocabulary.pre in _ADDS_BOS:
-        keys.setdefault(f"{_PREFIX}add_bos_token", False)
+    keys |= {f"{PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
+    if vocabulary.by_steps and vocabulary.pre in ADDS_BOS:
+        keys.setdefault(f"{PREFIX}add_bos_token", False)
     if form.end_of_turn in vocabulary.texts:  # the tokenizer does not name it
-        keys[f"{_PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
+        keys[f"{PREFIX}eot_token_id"] = gguf.U32(vocabulary.texts.index(form.end_of_turn))
     if vocabulary.kind == "gemma4":
-        keys[f"{_PREFIX}add_bos_token"] = True
+        keys[f"{PREFIX}add_bos_token"] = True
+    if vocabulary.kind == "bert":
+        keys |= _word_piece_keys(files, config)
     ends = files.generation.get("eos_token_id") if form.end_of_turn_listed else None
     if isinstance(ends, list) and len(ends) > 1 and type(ends[0]) is int and 0 <= ends[0] < rows:
-        keys[f"{_PREFIX}eot_token_id"] = gguf.U32(ends[0])
+        keys[f"{PREFIX}eot_token_id"] = gguf.U32(ends[0])
     if form.end_of_text is not None:
         number = config.values.get(form.end_of_text)
-        if form.end_of_text in vocabulary.texts and f"{_PREFIX}eos_token_id" in keys:
+        if form.end_of_text in vocabulary.texts and f"{PREFIX}eos_token_id" in keys:
             number = vocabulary.texts.index(form.end_of_text)
         if type(number) is int and 0 <= number < rows:
-            keys[f"{_PREFIX}eos_token_id"] = gguf.U32(number)
+            keys[f"{PREFIX}eos_token_id"] = gguf.U32(number)
     for kind, text in form.special_tokens.items():
         if text not in vocabulary.texts:
             raise files.unsupported(f"the tokenizer has no {show(text)}, which {form.architecture} needs")
-        keys.setdefault(f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
+        keys.setdefault(f"{PREFIX}{TYPES[kind]}_token_id", gguf.U32(vocabulary.texts.index(text)))
     alike = form.architecture in _LIKE_LLAMA  # by the same function of the converter
     return {**keys, **(_BY_ROWS.get(rows, {}) if alike else {})}
 
@@ -257,7 +256,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
         if not is_missing((files.folder / TIKTOKEN).path, files.folder.files):
             missing = f"{TIKTOKEN} is not supported, and {missing}: write {JSON} with transformers"
         raise files.unsupported(missing)
-    model, decodes = _bpe(files, files.json), _object(files.json, "decoder").get("type")
+    model, decodes = _bpe(files, files.json), object_at(files.json, "decoder").get("type")
     if model.get("byte_fallback") is True and decodes == "Sequence":
         return _from_merges(files, files.json, rows)
     if decodes != "ByteLevel":
@@ -267,7 +266,7 @@ def vocabulary_of(files: TokenizerFiles, rows: int) -> Vocabulary:
 
 def _bpe(files: TokenizerFiles, content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the model of a ``tokenizer.json``, and refuse settings that llama.cpp does not have."""
-    model = _object(content, "model")
+    model = object_at(content, "model")
     kind = model.get("type", "BPE" if "merges" in model else None)  # files of 2020, such as GPT-2's, have no type
     if kind != "BPE":
         raise files.unsupported(f"{JSON} has a model of type {show(kind)}, expected 'BPE'")
@@ -277,7 +276,7 @@ def _bpe(files: TokenizerFiles, content: Mapping[str, Any]) -> Mapping[str, Any]
     return model
 
 
-def _object(holder: Any, key: str) -> Mapping[str, Any]:
+def object_at(holder: Any, key: str) -> Mapping[str, Any]:
     """Return the object at a key of an object, or an empty object."""
     value = holder.get(key) if isinstance(holder, Mapping) else None
     return value if isinstance(value, Mapping) else {}
@@ -409,7 +408,7 @@ def _space_prefix(files: TokenizerFiles, content: Mapping[str, Any]) -> bool:
 
 
 def _is_at_spaces(step: Mapping[str, Any]) -> bool:
-    return _object(step, "pattern").get("String") == " "
+    return object_at(step, "pattern").get("String") == " "
 
 
 def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
@@ -421,17 +420,14 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
         yield item if isinstance(item, dict) else {}
 
 
-# ---- byte-level BPE ----
+# ---- byte-level BPE and WordPiece ----
 
 
-def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
-    model = content["model"]
-    vocab = _vocab(files, model)
-    for step in _steps(content.get("normalizer"), "normalizers"):
-        if step.get("type") != "NFC":
-            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
-    result = Vocabulary("gpt2", rows)
-    for text, number in (*vocab.items(), *((token.text, token.id) for token in files.added_in_json)):
+def _unscored(kind: str, files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> tuple[Vocabulary, list[int]]:
+    """Return a vocabulary without scores, and the token ids of the probe text."""
+    result = Vocabulary(kind, rows)
+    tokens = (*_vocab(files, model).items(), *((token.text, token.id) for token in files.added_in_json))
+    for text, number in tokens:
         if number >= rows:
             raise files.fault(JSON, f"token {show(text)} has the id {number}, but the embedding has {rows} rows")
         result.put(number, text, NORMAL)
@@ -439,11 +435,56 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
     parts = iter(decoded)
     for token in files.added_in_json:
         result.add(token if token.normalized else token._replace(text=next(parts)))
+    return result, ids
+
+
+def _word_pieces(files: TokenizerFiles, rows: int) -> Vocabulary:
+    """Return a vocabulary of WordPiece; in llama.cpp beginnings of words have a space, and the rest has no "##"."""
+    if files.json is None:
+        raise files.unsupported(f"{JSON} does not exist, but llama.cpp needs it: write it with transformers")
+    model, (normalizer,) = object_at(files.json, "model"), _only(files, "normalizer", "normalizers", "BertNormalizer")
+    if model.get("type") != "WordPiece" or model.get("continuing_subword_prefix") != "##":
+        algorithm = f"{show(model.get('type'))} with the prefix {show(model.get('continuing_subword_prefix'))}"
+        raise files.unsupported(f"{JSON} has a model of type {algorithm}, expected 'WordPiece' with '##'")
+    _only(files, "pre_tokenizer", "pretokenizers", "BertPreTokenizer")
+    for key in ("clean_text", "handle_chinese_chars"):
+        if normalizer.get(key) is not True:
+            raise files.unsupported(f"{JSON} has {key} {show(normalizer.get(key))}, but llama.cpp has true")
+    result, ids = _unscored("bert", files, model, rows)
+    result.pre = pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest(), "default")  # unused
+    for k, (text, kind) in enumerate(zip(result.texts, result.types, strict=True)):
+        if kind != CONTROL:
+            result.texts[k] = text[2:] if text.startswith("##") else SPACE + text
+    return result
+
+
+def _only(files: TokenizerFiles, key: str, inner: str, expected: str) -> list[Mapping[str, Any]]:
+    """Return the only step, which must be of a type."""
+    steps = list(islice(_steps((files.json or {}).get(key), inner), _MOST_STEPS))
+    if [step.get("type") for step in steps] != [expected]:
+        types = ", ".join(show(step.get("type")) for step in steps) or "none"
+        raise files.unsupported(f"{JSON} has the {key} {types}, but llama.cpp has {expected}")
+    return steps
+
+
+def _word_piece_keys(files: TokenizerFiles, config: ModelConfig) -> dict[str, Any]:
+    normalizer = next(_steps((files.json or {}).get("normalizer"), "normalizers"))
+    flags = {key: normalizer.get(key) for key in ("lowercase", "strip_accents")}
+    keys = {f"{PREFIX}normalizer.{key}": flag for key, flag in flags.items() if isinstance(flag, bool)}
+    return {**keys, f"{PREFIX}token_type_count": gguf.U32(config.integer("type_vocab_size"))}
+
+
+def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
+    model = content["model"]
+    for step in _steps(content.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
+    result, ids = _unscored("gpt2", files, model, rows)
     # llama.cpp's name by the token ids of the probe text, or else by the steps of the pre-tokenizer.
-    pre = _pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    pre = pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
     if pre is None:
         steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
-        choices = (row for row in _pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
+        choices = (row for row in pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
         pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
         result.by_steps = True
     if pre is None:
@@ -464,7 +505,7 @@ def _by_library(files: TokenizerFiles, texts: list[str]) -> tuple[list[int], lis
         library = tokenizers.Tokenizer.from_str((files.content(JSON) or b"").decode())
         ids = (library.encode(text, add_special_tokens=False).ids for text in texts)
         decoded = [library.decode(each, skip_special_tokens=False) for each in ids]
-        return library.encode(_pre_tokenizers()["probe_text"], add_special_tokens=True).ids, decoded
+        return library.encode(pre_tokenizers()["probe_text"], add_special_tokens=True).ids, decoded
     except (KeyboardInterrupt, SystemExit, MemoryError, SafeloadError, OSError):
         raise
     except BaseException as error:  # it is written in Rust, and panics are not Exceptions
@@ -505,8 +546,8 @@ _LETTERS = {byte: byte for byte in _PRINTED} | {
 
 def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """Return the metadata of a ``tekken.json``."""
-    settings, table = _object(content, "config"), _pre_tokenizers()["tekken"]
-    row = next(row for row in _pre_tokenizers()["by_steps"] if row["name"] == "tekken")
+    settings, table = object_at(content, "config"), pre_tokenizers()["tekken"]
+    row = next(row for row in pre_tokenizers()["by_steps"] if row["name"] == "tekken")
     if settings.get("pattern") != row["pretokenizers"][0]["pattern"]["Regex"]:
         raise files.unsupported(f"{TEKKEN} has a pattern that llama.cpp does not have, or safeload does not know")
     size, count = settings.get("default_vocab_size"), settings.get("default_num_special_tokens")
@@ -548,7 +589,7 @@ def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -
     keys |= {"scores": np.zeros(rows, np.int32), "add_bos_token": True, "add_eos_token": False}  # i32 as in llama.cpp
     named = table["templates"].get(settings.get("version"))  # of a template in llama.cpp
     templates = dict(_templates(files)) or ({"tokenizer.chat_template": named} if named is not None else {})
-    return {**result.keys(), **{f"{_PREFIX}{key}": value for key, value in keys.items()}, **templates}
+    return {**result.keys(), **{f"{PREFIX}{key}": value for key, value in keys.items()}, **templates}
 
 
 def _ranked(files: TokenizerFiles, items: Any, key: str, count: int) -> Iterator[tuple[int, str]]:
@@ -568,7 +609,7 @@ def _letters(token: bytes) -> str:
 
 # ---- pre-tokenizers ----
 
-_pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
+pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
 
 
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
@@ -632,8 +673,8 @@ def special_keys(files: TokenizerFiles, config: ModelConfig, texts: Sequence[str
             if number != USUAL_IDS.get(kind):  # llama.cpp assumes the usual number
                 put(kind, number)
     ids.pop("cls", None)  # llama.cpp takes the first token for it
-    yield from ((f"{_PREFIX}{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
-    yield from ((f"{_PREFIX}add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
+    yield from ((f"{PREFIX}{TYPES[kind]}_token_id", gguf.U32(number)) for kind, number in ids.items())
+    yield from ((f"{PREFIX}add_{kind}_token", flag) for kind, flag in adds.items() if kind in _FLAGS)
     yield from _templates(files)
 
 
@@ -728,7 +769,7 @@ def _text(entry: Any) -> str | None:
 def _pieces(template: Any) -> list[tuple[str, str]]:
     """Return kind and id of the pieces of a template."""
     items, kinds = template if isinstance(template, list) else [], ("SpecialToken", "Sequence")
-    pieces = ((kind, _object(item, kind).get("id")) for item in items for kind in kinds)
+    pieces = ((kind, object_at(item, kind).get("id")) for item in items for kind in kinds)
     return [(kind, name) for kind, name in pieces if isinstance(name, str)]
 
 
@@ -736,198 +777,14 @@ def skeleton(files: TokenizerFiles) -> dict[str, str]:
     """Return the settings that the way back needs and the metadata lacks: JSON by file of the tokenizer."""
     parts: dict[str, str] = {}
     if files.json is not None:
-        model, added = _object(files.json, "model"), {token.text for token in files.added_in_json}
+        model, added = object_at(files.json, "model"), {token.text for token in files.added_in_json}
         inner = {key: value for key, value in model.items() if key != "merges"}
-        inner["vocab"] = {text: k for text, k in _object(model, "vocab").items() if text in added}
+        inner["vocab"] = {text: k for text, k in object_at(model, "vocab").items() if text in added}
         parts[JSON] = json.dumps({**files.json, "model": inner}, ensure_ascii=False)
     if files.config is not None:
         parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
     return parts
 
 
-# ---- the way back: the files of a tokenizer ----
-
-_MOST_SCORE = 1 << 127  # scores are f32
-
-
-def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
-    kind = text_at(catalog, f"{_PREFIX}model")
-    if kind not in ("llama", "gpt2", "gemma4"):
-        return {}, [f"the tokenizer, of type {show(kind)}"]
-    tokens = _Tokens(catalog, scored=kind == "llama")
-    kept, config = kept_json(catalog, JSON), kept_json(catalog, CONFIG)
-    files: dict[str, bytes] = {}
-    notes: list[str] = []
-    if tokens.scored and kept is None:
-        files[MODEL] = tokens.model()
-    else:
-        content = tokens.json(kept)
-        if content is None:
-            return {}, [f"the tokenizer, whose pre-tokenizer is {show(tokens.pre)}"]
-        files[JSON] = _json_bytes(JSON, content)
-    template = text_at(catalog, "tokenizer.chat_template")
-    if config is None:
-        notes.append("settings of the tokenizer that llama.cpp has no key for")
-        config = tokens.config(name)
-        if template is not None:
-            config["chat_template"] = template
-    elif template is not None and config.get("chat_template") != template:
-        files[TEMPLATE] = encode(template, TEMPLATE)
-    files[CONFIG] = _json_bytes(CONFIG, config)
-    return files, notes
-
-
-def kept_json(catalog: Catalog, name: str) -> dict[str, Any] | None:
-    """Return settings that `llama_cpp` has kept in metadata, or None in a foreign file."""
-    key = f"{KEPT}{name}"
-    text = catalog.metadata.get(key)
-    return parse_json(text.encode("utf-8", "surrogateescape"), key, catalog.title) if isinstance(text, str) else None
-
-
-def _json_bytes(name: str, content: Mapping[str, Any]) -> bytes:
-    return encode(json.dumps(content, ensure_ascii=False, indent=2) + "\n", name)
-
-
-class _Tokens:
-    """The vocabulary of a file."""
-
-    def __init__(self, catalog: Catalog, *, scored: bool) -> None:
-        self._metadata, self._title = catalog.metadata, catalog.title
-        self.scored = scored  # a vocabulary of SentencePiece
-        self.pre = text_at(catalog, f"{_PREFIX}pre")
-        texts = self._metadata.get(TOKENS)
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise FormatError(f"key {TOKENS} must be an array of strings", self._title)
-        self.texts: list[str] = texts
-        self.types: list[int] = self._numbers("token_type", NORMAL, "iu")
-        self.scores: list[float] = self._numbers("scores", 0.0, "f") if scored else []
-        bad = next((k for k, score in enumerate(self.scores) if not abs(score) < _MOST_SCORE), None)
-        if bad is not None:
-            text = f"key {_PREFIX}scores: score {bad} is {self.scores[bad]}, expected a finite f32"
-            raise FormatError(text, self._title)
-        self.ids = {name: number for name, number in USUAL_IDS.items() if scored and number < len(texts)}
-        for kind, word in TYPES.items():
-            number = self._metadata.get(f"{_PREFIX}{word}_token_id")
-            if kind in USUAL and isinstance(number, int) and 0 <= number < len(texts):
-                self.ids[kind] = int(number)
-
-    def _numbers(self, key: str, default: float, kinds: str) -> list[Any]:
-        array = self._metadata.get(f"{_PREFIX}{key}")
-        if array is None:
-            return [default] * len(self.texts)
-        if not isinstance(array, np.ndarray) or len(array) != len(self.texts) or array.dtype.kind not in kinds:
-            expected = f"{len(self.texts)} {'floats' if kinds == 'f' else 'integers'}"
-            raise FormatError(f"key {_PREFIX}{key} must have {expected}", self._title)
-        return [*array.tolist()]
-
-    def _flag(self, key: str, default: bool) -> bool:
-        value = self._metadata.get(f"{_PREFIX}{key}", default)
-        return value if isinstance(value, bool) else default
-
-    def _pads(self, number: int) -> bool:
-        """Return True for the filler of an id without a token."""
-        return self.types[number] == UNUSED and self.texts[number] == f"[PAD{number}]"
-
-    def _added(self) -> list[dict[str, Any]]:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added = ((k, kind == CONTROL) for k, kind in enumerate(self.types) if kind in (CONTROL, USER_DEFINED))
-        return [{"id": k, "content": self.texts[k], **flags, "special": special} for k, special in added]
-
-    def model(self) -> bytes:
-        """Return the vocabulary as a ``tokenizer.model``, without fillers at its end."""
-        count = len(self.texts)
-        while count and self._pads(count - 1):
-            count -= 1
-        texts = (t.replace(" ", SPACE) if k == USER_DEFINED else t for t, k in zip(self.texts, self.types, strict=True))
-        types = (kind if NORMAL <= kind <= BYTE else NORMAL for kind in self.types)
-        pieces = [*map(VocabularyPiece, islice(texts, count), self.scores, types)]
-        return serialized(pieces, self._flag("add_space_prefix", True), self.ids)
-
-    def json(self, kept: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return a ``tokenizer.json``; None if its pre-tokenizer is unknown."""
-        content = self._template() if kept is None else kept  # our own metadata keep all but vocabulary and merges
-        if content is None:
-            return None
-        model, listed = _object(content, "model"), content.get("added_tokens")
-        items = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
-        added = {number for item in items if isinstance(number := item.get("id"), int)}
-        vocab = {text: k for k, text in enumerate(self.texts) if k not in added and not self._pads(k)}
-        own = _object(model, "vocab")  # added tokens that the vocabulary has too
-        bad = next((text for text, k in own.items() if type(k) is not int or not 0 <= k < len(self.texts)), None)
-        if bad is not None:
-            raise FormatError(f"key {KEPT}{JSON}: token {show(bad)} has the id {show(own[bad])}", self._title)
-        vocab = dict(sorted({**vocab, **own}.items(), key=lambda item: item[1]))
-        if self.scored:
-            pairs = self._scored_merges(vocab)
-        else:
-            merges = self._metadata.get(f"{_PREFIX}merges")
-            if not isinstance(merges, list):
-                raise FormatError(f"key {_PREFIX}merges is missing", self._title)
-            pairs = [merge.split(" ") if isinstance(merge, str) else [] for merge in merges]
-            if any(len(pair) != 2 for pair in pairs):
-                raise FormatError(f"key {_PREFIX}merges must have pairs of tokens", self._title)
-        return {**content, "model": {**model, "vocab": vocab, "merges": pairs}}
-
-    def _scored_merges(self, vocab: Mapping[str, int]) -> list[list[str]]:
-        """Return the merges that form tokens, those of the highest score first."""
-        formed = [text for text, k in vocab.items() if self.types[k] == NORMAL and self.scores[k] < 0]
-        merges = []
-        for text in sorted(formed, key=lambda text: -self.scores[vocab[text]]):
-            if len(text) > MAX_MERGED:
-                raise FormatError(f"token {vocab[text]} has {len(text):,} characters, too many to merge", self._title)
-            cuts = ([text[:cut], text[cut:]] for cut in range(1, len(text)))
-            pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
-            merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
-        return merges
-
-    def _template(self) -> dict[str, Any] | None:
-        """Return a ``tokenizer.json`` without vocabulary for a foreign file."""
-        rows = _pre_tokenizers()["by_steps"]
-        row = next((row for row in rows if self.pre == row["name"] or self.pre in row.get("like", ())), None)
-        if row is None:
-            return None
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": self._added(),
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]},
-            "post_processor": self._processor(byte_level),
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {
-                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                "ignore_merges": row["ignore_merges"],
-            },
-        }  # fmt: skip
-
-    def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
-        """Return the post-processor, which puts the first token before a text."""
-        bos, usual = self.ids.get("bos"), self.pre in _ADDS_BOS
-        if bos is None or not self._flag("add_bos_token", usual):
-            return byte_level
-        text = self.texts[bos]
-        first = {"SpecialToken": {"id": text, "type_id": 0}}
-        a, b = ({"Sequence": {"id": name, "type_id": k}} for k, name in enumerate("AB"))
-        template = {
-            "type": "TemplateProcessing",
-            "single": [first, a],
-            "pair": [first, a, {"SpecialToken": {"id": text, "type_id": 1}}, b],
-            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
-        }
-        return {"type": "Sequence", "processors": [byte_level, template]}
-
-    def config(self, name: str) -> dict[str, Any]:
-        """Return a ``tokenizer_config.json`` for a foreign file."""
-        own = "GemmaTokenizer" if name.startswith("Gemma") else "LlamaTokenizer"
-        config: dict[str, Any] = {"tokenizer_class": own if self.scored else "PreTrainedTokenizerFast"}
-        config.update((f"{kind}_token", self.texts[number]) for kind, number in self.ids.items())
-        config["clean_up_tokenization_spaces"] = False
-        if self.scored:
-            config.update((key, self._flag(key, key == "add_bos_token")) for key in ("add_bos_token", "add_eos_token"))
-            config["legacy"] = False
-            config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in self._added()}
-        return config
+# Kinds that a family can name.
+_KINDS: dict[str | None, Callable[[TokenizerFiles, int], Vocabulary]] = {"gemma4": _gemma4, "bert": _word_pieces}

@@ -182,6 +182,28 @@ def gemma4(folder, size=450):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def word_pieces(folder, size=400):
+    """A vocabulary of WordPiece, as BERT has it."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=special, limit_alphabet=120, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(text, special.index(text)) for text in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {f"{text[1:-1].lower()}_token": text for text in special}
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -217,6 +239,7 @@ TOKENIZERS = {
     "gemma": (functools.partial(pieces, gemma=True), 453),
     "tekken": (tekken, 424),
     "gemma4": (gemma4, 453),
+    "word_pieces": (word_pieces, 400),
 }
 
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -912,6 +935,7 @@ MODELS["gpt2_untied"] = (
 )
 
 
+MODELS["bert_model"] = (transformers.BertModel, transformers.BertConfig, "word_pieces", {"pad_token_id": 0})
 MODELS["gpt_neox"] = (
     transformers.GPTNeoXForCausalLM,
     transformers.GPTNeoXConfig,
@@ -1073,6 +1097,8 @@ def config_of(name):
         for layer in range(2):
             experts = f"model.layers.{layer}.mlp.experts."
             shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
+    if name == "bert_model":  # neither program keeps the pooler
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("pooler.")}
     for tensor in shapes:
         if name in _TRANSPOSED and ".mlp.experts." in tensor:
             shapes[tensor][1:] = shapes[tensor][:0:-1]
@@ -1101,6 +1127,7 @@ def reference(converter, folder, path, options=(), *, raw=False, outtype="f32"):
     """
     content = _text(folder / "tokenizer.json")
     pre = "llama-bpe" if 'ignore_merges": true' in content else "qwen2" if '"Split"' in content else "gpt-2"
+    pre = "default" if '"WordPiece"' in content else pre
     source = Path(converter) / "conversion" / "base.py"
     code = source.read_text(encoding="utf-8")
     marked = "        if res is None:\n"
