@@ -335,8 +335,8 @@ int32_t sl_file_write(int64_t file, uint64_t offset, const void *memory, uint64_
  * not support it, which is not a failure. Close it with sl_file_close. */
 int64_t sl_file_open_direct(int64_t file);
 
-/* Maps [0, size) privately and copy-on-write; size > 0. */
-int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error);
+/* Maps [0, size): privately and copy-on-write, or read-only, which limits of memory do not count; size > 0. */
+int32_t sl_file_map(int64_t file, uint64_t size, int32_t writable, void **address, sl_error *error);
 void sl_file_unmap(void *address, uint64_t size);
 
 /* Reserves disk space for [0, size), so that a full disk is detected before the first byte is written. Returns SL_OK if

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
+    from .core.files import Access
     from .core.progress import Progress
     from .core.weight_file import WeightFile
 
@@ -131,7 +132,7 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
 
 @cache  # a call takes a tenth of the time of an import statement
-def _loader() -> Callable[[WeightFile, Backend], dict[str, Array]]:
+def _loader() -> Callable[[WeightFile, Backend, Access], dict[str, Array]]:
     """Import the function that loads larger files."""
     from .core.load import load_all
 
@@ -143,6 +144,7 @@ def load_file(
     filename: PathLike,
     *,
     backend: Backend = "mmap",
+    writable: bool = True,
     dtype: Any = None,
     names: Iterable[str] | None = None,
     out: Mapping[str, Array] | None = None,
@@ -158,6 +160,8 @@ def load_file(
             cores, into private memory that later changes to the file cannot affect; you should use it if another
             program may truncate the file. "direct" also bypasses the page cache, if system and disk support it; see
             `safeload.load`.
+        writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts. True
+            does so, too, and logs a warning, if the system refuses writable mappings and has no memory for a copy.
         dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as a NumPy, ml_dtypes, torch or JAX type, a name ("bf16") or a code.
             F4 and F6 tensors are decoded. Integer, bool and complex tensors keep their dtype.
@@ -169,8 +173,8 @@ def load_file(
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
 
     Returns:
-        Arrays by name, in file order or in the order of ``names``: writable, aligned, C-contiguous. BF16 and F8 tensors
-        have ml_dtypes dtypes. F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
+        Arrays by name, in file order or in the order of ``names``: writable by default, aligned, C-contiguous. BF16 and
+        F8 tensors have ml_dtypes dtypes. F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -187,21 +191,28 @@ def load_file(
         dtype('float16')
     """
     check_backend(backend)
-    if names is None and dtype is None and out is None and threads is None and progress is None:
+    if writable and names is None and dtype is None and out is None and threads is None and progress is None:
         opened = resident.load_or_open(filename, backend)
         if isinstance(opened, resident.Resident):
             return opened.arrays
         try:
-            return _loader()(opened, backend)
+            return _loader()(opened, backend, "write")
+        except MemoryError:  # the system refuses a writable mapping, and there is no memory for a copy
+            return _loader()(opened, backend, "either")
         finally:
             opened.close()
     from .core import safetensors
-    from .core.load import load_tensors
+    from .core.load import access_of, load_tensors
 
+    access = access_of(writable, out)
     file = safetensors.open_file(filename, brief=True)
     try:
         tensors = safetensors.chosen(file, names, dtype, "load_file")
-        return load_tensors(tensors, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress)[0]
+        how: Any = {"backend": backend, "dtype": dtype, "out": out, "threads": threads, "progress": progress}
+        try:
+            return load_tensors(tensors, access="write" if access == "either" else access, **how)[0]
+        except MemoryError:
+            return load_tensors(tensors, access=access, **how)[0]
     finally:
         file.close()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .core import dtypes, resident, runtime, safetensors
@@ -235,7 +234,7 @@ def _load_selected(
     Progress is that of the last group, which takes the time: an earlier group is not converted.
     """
     from .adapters.merge import load_merged
-    from .core.checkpoint import tensors_of
+    from .core.checkpoint import chosen, tensors_of
     from .frameworks import checkpoints, torch_arrays, torch_devices
 
     place = torch_arrays.device_of(device)
@@ -244,7 +243,12 @@ def _load_selected(
         if place is not None:
             return torch_devices.load_selected(selected, place, threads=threads, progress=progress)
         checkpoint, merge, names, groups = selected
-        load_members: Any = checkpoint.load if merge is None else partial(load_merged, checkpoint, merge)
+
+        def load_members(members: Any, **how: Any) -> dict[str, Any]:
+            if merge is not None:
+                return load_merged(checkpoint, merge, members, **how)
+            return load_tensors(chosen(checkpoint, members, None, None, how["dtype"]), **how)[0]
+
         arrays: dict[str, Any] = {}
         raw: dict[str, Any] = {}
         for number, (members, dtype) in enumerate(groups, 1):

@@ -1,5 +1,9 @@
 """Arrays of every public function are the caller's own: no write reaches a file, another load or an array in use."""
 
+import pickle
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -65,3 +69,93 @@ def test_arrays_of_a_stream_that_are_kept_keep_their_values(path):
         expected = VALUES[name].astype(np.float16)
         assert np.array_equal(part, expected[7:])
         assert np.array_equal(np.asarray(memory), expected[300:400])
+
+
+# ---- read-only on request, or where the system refuses anything else ----
+
+
+@pytest.fixture
+def paths(tmp_path, path):
+    """Files of which some tensors cannot be views: of another byte order, unaligned, packed, small, converted."""
+    save_file({"a": VALUES["t0"][:3]}, tmp_path / "small.safetensors")
+    np.savez(tmp_path / "model.npz", big=VALUES["t0"].astype(">f4"), little=VALUES["t1"])
+    safeload.convert(path, tmp_path / "model.gguf", quantize={"t1": "q8_0"})
+    safeload.save({"packed": safeload.quantize(VALUES["t0"].reshape(50, 100), "int8"), **VALUES}, tmp_path / "folder")
+    return [path, *(tmp_path / name for name in ("small.safetensors", "model.npz", "model.gguf", "folder"))]
+
+
+def plain(values):
+    for value in values:
+        yield from [value] if isinstance(value, np.ndarray) else value.roles.values()
+
+
+READ_ONLY = {
+    "load": lambda path: safeload.load(path, writable=False),
+    "load some": lambda path: opened(path, only="*[a0tdg]*", writable=False),
+    "load with pread": lambda path: safeload.load(path, backend="pread", writable=False),
+    "load as another dtype": lambda path: safeload.load(path, dtype="float64", writable=False),
+    "open": lambda path: dict(safeload.open(path, writable=False)),
+    "open, pickled": lambda path: dict(pickle.loads(pickle.dumps(safeload.open(path, writable=False)))),
+}
+
+
+@pytest.mark.parametrize("door", READ_ONLY)
+def test_arrays_are_read_only_on_request(paths, door):
+    for path in paths:
+        found = READ_ONLY[door](path)
+        usual = safeload.load(path, dtype="float64" if "dtype" in door else None)
+        assert found
+        for array, expected in zip(plain(found.values()), plain(usual[name] for name in found), strict=True):
+            assert not array.flags.writeable
+            assert array.tobytes() == expected.tobytes()
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+@pytest.mark.parametrize("options", [{}, {"names": ["t1"]}, {"backend": "pread"}, {"dtype": "float16"}])
+def test_load_file_is_read_only_on_request(path, tmp_path, options):
+    save_file({"t1": VALUES["t1"][:3]}, tmp_path / "small.safetensors")
+    for each in (path, tmp_path / "small.safetensors"):
+        found, usual = (safeload.numpy.load_file(each, writable=writable, **options) for writable in (False, True))
+        assert found.keys() == usual.keys()
+        for name, array in found.items():
+            assert (array.flags.writeable, usual[name].flags.writeable) == (False, True)
+            assert np.array_equal(array, usual[name])
+
+
+@pytest.mark.parametrize("load", [safeload.load, safeload.numpy.load_file])
+def test_read_only_arrays_of_the_caller_are_refused(path, load):
+    with pytest.raises(ValueError, match="writable=False and out= exclude each other"):
+        load(path, writable=False, out={name: np.empty_like(array) for name, array in VALUES.items()})
+
+
+LIMITED = """
+import resource, sys
+import safeload, safeload.numpy
+resource.setrlimit(resource.RLIMIT_DATA, (512 << 20, 512 << 20))
+path, how = sys.argv[1:]
+loads = {
+    "load": safeload.load,
+    "open": lambda path: dict(safeload.open(path)),
+    "load_file": safeload.numpy.load_file,
+    "load_file, by name": lambda path: safeload.numpy.load_file(path, names=["x"]),
+    "read-only": lambda path: safeload.load(path, writable=False),
+}
+array = loads[how](path)["x"]
+assert array.nbytes > 1 << 30 and array[-1] == 0
+print(array.flags.writeable)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts private writable mappings as data")
+@pytest.mark.parametrize("how", ["load", "open", "load_file", "load_file, by name", "read-only"])
+def test_a_limit_of_data_makes_arrays_read_only(tmp_path, how):
+    size = (1 << 30) + 64
+    header = b'{"x":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (size, size)
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    arguments = [sys.executable, "-c", LIMITED, tmp_path / "x.safetensors", how]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert ("x.safetensors: the system refuses a writable mapping of 1 GiB" in done.stderr) == (how != "read-only")

@@ -70,10 +70,11 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 
 void sl_file_close(int64_t file) { close((int)file); }
 
-int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
-    /* Private and writable: a write copies the page and never reaches the file. Without NORESERVE, a kernel with strict
-     * overcommit would count every mapped byte as if it were going to be written. */
-    void *mapped = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
+int32_t sl_file_map(int64_t file, uint64_t size, int32_t writable, void **address, sl_error *error) {
+    /* Private: a write copies the page and never reaches the file. Without NORESERVE, a kernel with strict overcommit
+     * would count every writable byte as if it were going to be written, and RLIMIT_DATA counts them all the same. */
+    int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void *mapped = mmap(NULL, (size_t)size, access, MAP_PRIVATE | MAP_NORESERVE, (int)file, 0);
     if (mapped == MAP_FAILED) return sl_fail_os(error, errno, -1);
 #if defined(__linux__)
     /* Doubles the readahead of page faults in a single call, without reading anything itself. MADV_SEQUENTIAL is

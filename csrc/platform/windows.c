@@ -85,12 +85,12 @@ int32_t sl_file_open(const char *path_utf8, sl_file *opened, sl_error *error) {
 
 void sl_file_close(int64_t file) { CloseHandle(handle_of(file)); }
 
-/* Unlike POSIX with MAP_NORESERVE, Windows charges the whole view to memory and page file, as if all of it were going
- * to be written; if it refuses to map a file, the file is read instead. */
-int32_t sl_file_map(int64_t file, uint64_t size, void **address, sl_error *error) {
-    HANDLE section = CreateFileMappingW(handle_of(file), NULL, PAGE_WRITECOPY, 0, 0, NULL);
+/* Unlike POSIX with MAP_NORESERVE, Windows charges the whole of a writable view to memory and page file, as if all of
+ * it were going to be written. */
+int32_t sl_file_map(int64_t file, uint64_t size, int32_t writable, void **address, sl_error *error) {
+    HANDLE section = CreateFileMappingW(handle_of(file), NULL, writable ? PAGE_WRITECOPY : PAGE_READONLY, 0, 0, NULL);
     if (section == NULL) return fail_last(error, -1);
-    void *mapped = MapViewOfFile(section, FILE_MAP_COPY, 0, 0, (SIZE_T)size);
+    void *mapped = MapViewOfFile(section, writable ? FILE_MAP_COPY : FILE_MAP_READ, 0, 0, (SIZE_T)size);
     int32_t result = mapped == NULL ? fail_last(error, -1) : SL_OK;
     CloseHandle(section); /* the view keeps the section alive */
     if (result == SL_OK) *address = mapped;

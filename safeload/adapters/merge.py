@@ -18,8 +18,9 @@ from ..core import dtypes
 from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
+from ..core.files import Access
 from ..core.jobs import Batch, Job, Origin, Update, Updates, native_order, panels_of
-from ..core.load import parse_target, refuse_own_files
+from ..core.load import access_of, freeze, load_tensors, parse_target, refuse_own_files
 from ..core.names import Patterns
 from ..core.native import address_of, lib
 from ..core.progress import Progress, reporter
@@ -589,11 +590,18 @@ def vocabulary_of(merge: Merge) -> tuple[int, int] | None:
 
 
 def load_with_adapters(
-    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None, **options: Any
+    checkpoint: Checkpoint,
+    adapters: Any,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    writable: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Like `Checkpoint.load`, with the adapters in ``adapters=`` merged."""
     with merging(checkpoint, adapters, storage_options) as (base, merge):
-        return base.load(**options) if merge is None else load_merged(base, merge, **options)
+        if merge is None:
+            return base.load(writable=writable, **options)
+        return load_merged(base, merge, access=access_of(writable, options["out"]), **options)
 
 
 def load_merged(
@@ -608,6 +616,7 @@ def load_merged(
     out: Mapping[str, Array] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    access: Access = "write",
 ) -> dict[str, Any]:
     """Like `Checkpoint.load`, with adapters merged."""
     all_names = [part[0] for part in chosen(checkpoint, names, only, drop, dtype)]
@@ -622,7 +631,8 @@ def load_merged(
         check_disjoint({k: v for k, v in out.items() if isinstance(v, np.ndarray) and v.flags.c_contiguous})
     plain_out = None if out is None else {name: array for name, array in out.items() if name not in rows}
     sizes = {name: row.nbytes(math.prod(shapes[name])) for name, row in rows.items()}
-    arrays = checkpoint.load(plain, dtype=dtype, backend=backend, out=plain_out, threads=threads)
+    parts = chosen(checkpoint, plain, None, None, dtype)
+    arrays, _ = load_tensors(parts, backend=backend, dtype=dtype, out=plain_out, threads=threads, access=access)
     done = sum(array.nbytes for array in arrays.values())
     with reporter(progress, done + sum(sizes.values())) as report:
         report(done)
@@ -630,4 +640,6 @@ def load_merged(
             arrays[name] = merge.values(name, row, None if out is None else out[name], threads)
             done += sizes[name]
             report(done)
+    if access == "read":
+        freeze(arrays.values())
     return {name: arrays[name] for name in all_names}

@@ -15,7 +15,7 @@ from .arrays import Array, TensorLike
 from .cast import astype
 from .files import LOCAL, Located, Location
 from .forking import cached_property
-from .load import DtypeLike, LoadStats, load_tensors, parse_target
+from .load import DtypeLike, LoadStats, Views, access_of, load_tensors, parse_target
 from .memory import Backend
 from .names import Patterns, choose
 from .opening import Paths, Seen, Verify, open_paths, pickled, reopen, seen_of
@@ -181,6 +181,7 @@ class LoadOptions(TypedDict, total=False):
     only: Patterns
     drop: Patterns
     backend: Backend
+    writable: bool
     out: Mapping[str, Array] | None
     threads: int | None
     progress: Progress
@@ -196,33 +197,6 @@ class StreamOptions(TypedDict, total=False):
     out: Out
     threads: int | None
     progress: Progress
-
-
-class Views:
-    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Value] = {}
-        self._groups: dict[str, dict[str, Value]] = {}  # tensors that share bytes, by the name of the first
-
-    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Value:
-        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
-        if (found := self._arrays.get(name)) is not None:
-            return found
-        aliases = aliases_of(name)
-        loaded, _ = load_tensors(Tensors.of(aliases), backend="mmap", mappings=self._mappings)
-        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
-            loaded = self._groups.setdefault(aliases[0][0], loaded)
-            self._arrays.update(loaded)
-        array: Value = self._arrays.setdefault(name, loaded[name])
-        return array
-
-    def clear(self) -> None:
-        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
-        self._arrays.clear()
-        self._groups.clear()
-        self._mappings.clear()
 
 
 class TensorInfos(dict[str, TensorInfo]):
@@ -306,7 +280,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
         self.weight_files = files
         self._where = where
-        self._views = Views()
+        self._views = Views("either" if self._recipe is None or self._recipe.writable else "read")
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, Any] | None = None
         self._closed = False
@@ -333,7 +307,8 @@ class Checkpoint(Mapping[str, TensorLike]):
     @public
     def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        return self._views.find(name, self._aliases)
+        tensor: TensorLike = self._views.find(name, self._aliases)
+        return tensor
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
@@ -475,6 +450,7 @@ class Checkpoint(Mapping[str, TensorLike]):
         drop: Patterns = None,
         dtype: Any = None,
         backend: Backend = "mmap",
+        writable: bool = True,
         out: Mapping[str, Array] | None = None,
         threads: int | None = None,
         progress: Progress = None,
@@ -493,6 +469,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
                 private memory on all cores, and should be used if another program may truncate the file. "direct" also
                 bypasses the page cache. URLs are always read.
+            writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts.
             out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
                 memory with another. All are checked before the first byte is written; if reading fails, some may be
                 partly filled.
@@ -500,9 +477,9 @@ class Checkpoint(Mapping[str, TensorLike]):
             progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
         Returns:
-            Arrays by name: writable, aligned, and C-contiguous except for strided torch tensors, which are views.
-            Quantized tensors are `QuantizedTensor` unless ``dtype`` dequantizes them. BF16 and F8 tensors have
-            ml_dtypes dtypes. F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
+            Arrays by name: aligned, and C-contiguous except for strided torch tensors, which are views. Quantized
+            tensors are `QuantizedTensor` unless ``dtype`` dequantizes them. BF16 and F8 tensors have ml_dtypes dtypes.
+            F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
 
         Raises:
             TensorNotFoundError: a name does not exist, or a pattern matches none.
@@ -513,8 +490,9 @@ class Checkpoint(Mapping[str, TensorLike]):
             OSError: a file cannot be read.
         """
         parts = chosen(self, names, only, drop, dtype)
+        access = access_of(writable, out)
         arrays, self.last_load = load_tensors(
-            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress
+            parts, backend=backend, dtype=dtype, out=out, threads=threads, progress=progress, access=access
         )
         debug("loaded %s: %s", self.path, self.last_load)
         return arrays
@@ -735,7 +713,7 @@ def with_aliases(
     view._where = {**where, **{alias: where[name] for alias, name in aliases.items()}}
     view._where.update((name, other._locate(stored)) for name, (other, stored) in (places or {}).items())
     view.weight_files = [*dict.fromkeys((*view.weight_files, *(file for file, _ in view._where.values())))]
-    view._views, view._tensors, view._codes = Views(), None, None
+    view._views, view._tensors, view._codes = Views(checkpoint._views.access), None, None
     return view
 
 
@@ -831,6 +809,7 @@ def open(
     root: str | None = None,
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
+    writable: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = None,
 ) -> Checkpoint:
@@ -856,6 +835,7 @@ def open(
             reads the tensors. Inside a placeholder, tensor names contain ``<state>`` or ``<args>``.
         stored: True shows tensors as the files name them. Otherwise a packed weight of a quantized checkpoint appears
             once, under its logical name, as a `QuantizedTensor` with its scales inside.
+        writable: False makes the arrays of ``ckpt[name]`` read-only, see `load`.
         storage_options: options of the filesystem behind a URL, as fsspec takes them (keys, ``endpoint_url``,
             ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. A dict, even an empty one, also
             allows schemes other than https, http, hf, s3, gs, az, file, memory and ollama, and chains such as
@@ -885,6 +865,8 @@ def open(
         ('F32', (128,))
     """
     opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+    if not writable and opened.recipe is not None:
+        opened = opened._replace(recipe=opened.recipe._replace(writable=False))
     return Checkpoint(opened)
 
 
@@ -917,6 +899,7 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     dtype: Any = None,
     backend: Backend = "mmap",
+    writable: bool = True,
     out: Mapping[str, Array] | None = None,
     threads: int | None = None,
     progress: Progress = None,
@@ -950,6 +933,8 @@ def load(
             on all cores. "direct" also bypasses the page cache, for weights outside the cache that will not be read
             again soon; it falls back to "pread" if the system has no direct I/O (some network file systems, Windows,
             macOS). URLs are always read.
+        writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts. True
+            does so, too, and logs a warning, if the system refuses writable mappings.
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
@@ -959,7 +944,7 @@ def load(
             into private memory, whatever ``backend`` and ``only`` say. Cannot be combined with ``adapters``.
 
     Returns:
-        Arrays by name. They are writable, and C-contiguous except for strided torch tensors.
+        Arrays by name: writable by default, and C-contiguous except for strided torch tensors.
 
     Raises:
         FormatError: a file breaks its format or ends too early; the message has path and byte.
@@ -987,9 +972,8 @@ def load(
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)
-        return load_from(
-            names=names, only=only, drop=drop, dtype=dtype, backend=backend, out=out, threads=threads, progress=progress
-        )
+        how: Any = {"backend": backend, "writable": writable, "out": out, "threads": threads, "progress": progress}
+        return load_from(names=names, only=only, drop=drop, dtype=dtype, **how)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,12 @@ from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ..errors import FormatError, SafeloadError, exported, public
 from .arrays import Array
 from .native import Error, check, ffi, kept, lib, pointer, short
-from .text import PathLike, absolute, native_path, show
+from .text import PathLike, absolute, native_path, show, size, warning
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -381,13 +381,14 @@ class LocalStore:
             error = Error()  # repeat the call, to get the error
             check(self.use(short.sl_file_read, *arguments, pointer(error)), error, self.path)
 
-    def map(self) -> Any:
-        """Map the whole file, privately and copy-on-write, as a writable buffer."""
+    def map(self, writable: bool = True) -> Any:
+        """Map the whole file as a buffer: privately and copy-on-write, or read-only, which some systems charge less."""
         address = ffi.new("void **")
         error = Error()
-        status = self.use(short.sl_file_map, self.size, pointer(address), pointer(error))
+        status = self.use(short.sl_file_map, self.size, writable, pointer(address), pointer(error))
         check(status, error, self.path)
-        return ffi.buffer(kept(address[0], short.sl_file_unmap, self.size), self.size)
+        buffer = ffi.buffer(kept(address[0], short.sl_file_unmap, self.size), self.size)
+        return buffer if writable else memoryview(buffer).toreadonly()
 
     def close(self) -> None:
         """Close the descriptor, or let its last user close it; arrays over mappings stay valid."""
@@ -464,13 +465,33 @@ def direct_of(handle: int) -> int | None:
     return short.sl_file_open_direct(handle) or None
 
 
-def mapping_of(store: ByteStore) -> Any:
-    """Return a store's bytes as a writable buffer, copy-on-write or lent until ``store.forget()``; None without one."""
+# What arrays over a mapping allow: writing (copy-on-write), writing unless the system refuses it, reading alone.
+Access: TypeAlias = Literal["write", "either", "read"]
+
+
+def mapping_of(store: ByteStore, access: Access = "write") -> Any:
+    """Return a store's bytes as a buffer, mapped or lent until ``store.forget()``; None without one.
+
+    Where a private writable mapping is refused (RLIMIT_DATA, strict overcommit, Windows' commit limit), "either" maps
+    the file read-only and logs it.
+    """
     make = getattr(store, "map", None)
-    try:
-        return None if make is None else make()
-    except OSError:
+    if make is None:
         return None
+    with suppress(OSError):
+        if access != "read":
+            return make()
+        if isinstance(store, LocalStore):
+            return store.map(writable=False)
+        buffer = make()
+        return None if buffer is None else memoryview(buffer).toreadonly()
+    with suppress(OSError):
+        if access == "either" and isinstance(store, LocalStore):
+            buffer = store.map(writable=False)
+            text = "%s: the system refuses a writable mapping of %s, so arrays are read-only; backend='pread' copies"
+            warning(text, store.path, size(store.size))
+            return buffer
+    return None
 
 
 # ---- folders and files, here or behind URLs ----

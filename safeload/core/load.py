@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import UnsupportedError, exported
 from . import dtypes, jobs
 from .arrays import Array, ArraySpec, array_over, check_disjoint, check_fits, check_out_names, foreign_order, over
-from .files import mapping_of
+from .files import Access, mapping_of
 from .jobs import Batch, Job, moving
 from .memory import (
     ALIGNMENT,
@@ -32,7 +32,7 @@ from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
 from .table import overlap_groups
-from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, viewable
+from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, FileTensor, ReadPlan, Tensors, decide, viewable
 from .text import show
 from .weight_file import WeightFile, is_remote
 
@@ -106,11 +106,12 @@ def load_tensors(
     threads: int | None = None,
     progress: Progress = None,
     mappings: dict[WeightFile, Any] | None = None,
+    access: Access = "write",
 ) -> tuple[dict[str, Any], LoadStats]:
     """Load tensors as arrays (or quantized tensors) by name, in their order.
 
     "mmap" reads what cannot be a view: converted or unaligned tensors, or a mapping that the system refuses. Tensors
-    that share bytes share memory with every backend, unless they are converted.
+    that share bytes share memory with every backend, unless they are converted. "read" makes all arrays read-only.
     """
     check_backend(backend)
     check_threads(threads)
@@ -131,13 +132,15 @@ def load_tensors(
     arrays, allowed = deliver(
         tensors,
         target=target,
-        view=backend == "mmap",
+        view=access if backend == "mmap" else None,
         direct=backend == "direct",
         mappings=mappings,
         out=out,
         threads=threads,
         progress=progress,
     )
+    if access == "read":
+        freeze(arrays.values())
     if not all(map(eq, arrays, names)):  # views come first, then the tensors that were read, file by file
         arrays = {name: arrays[name] for name in names}
     nbytes = sum(map(attrgetter("nbytes"), arrays.values()))
@@ -148,14 +151,58 @@ def load_tensors(
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
 
 
-def load_all(file: WeightFile, backend: str) -> dict[str, Array]:
+def access_of(writable: bool, out: Any) -> Access:
+    """Return what arrays of a load allow."""
+    if not writable and out is not None:
+        raise ValueError("writable=False and out= exclude each other: out= has the caller's arrays")
+    return "either" if writable else "read"
+
+
+def freeze(values: Iterable[Any]) -> None:
+    """Make arrays read-only, also those of quantized tensors."""
+    for value in values:
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        else:
+            freeze(value.roles.values())
+
+
+class Views:
+    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, Any] = {}
+        self._groups: dict[str, dict[str, Any]] = {}  # tensors that share bytes, by the name of the first
+
+    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Any:
+        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
+        if (found := self._arrays.get(name)) is not None:
+            return found
+        aliases = aliases_of(name)
+        tensors = Tensors.of(aliases)
+        loaded, _ = load_tensors(tensors, backend="mmap", mappings=self._mappings, access=self.access)
+        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
+            loaded = self._groups.setdefault(aliases[0][0], loaded)
+            self._arrays.update(loaded)
+        return self._arrays.setdefault(name, loaded[name])
+
+    def clear(self) -> None:
+        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
+        self._arrays.clear()
+        self._groups.clear()
+        self._mappings.clear()
+
+
+def load_all(file: WeightFile, backend: str, access: Access = "write") -> dict[str, Array]:
     """Return all tensors of a file without quantized tensors, by name in the order of their bytes."""
     if backend == "mmap" and file.table.plain:
-        buffer = mapping_of(file.store)
+        buffer = mapping_of(file.store, access)
         if buffer is not None:
             return views_of(file.table, buffer)
     arrays: dict[str, Array]
-    arrays, _ = load_tensors(Tensors.in_file(file), backend=backend)
+    arrays, _ = load_tensors(Tensors.in_file(file), backend=backend, access=access)
     return arrays
 
 
@@ -169,7 +216,7 @@ def deliver(
     tensors: Tensors,
     *,
     target: dtypes.Dtype | None = None,
-    view: bool = False,
+    view: Access | None = None,
     direct: bool = False,
     mappings: dict[WeightFile, Any] | None = None,
     out: Mapping[str, Array] | None = None,
@@ -194,11 +241,11 @@ def deliver(
     delivered: dict[str, Any] = {}
     allowed = True
     for file_tensors in tensors.by_file():
-        plan = decide(file_tensors, target, view)
+        plan = decide(file_tensors, target, view is not None)
         if VIEW in plan.ways:
             viewed = sum(plan.ends[k] - plan.begins[k] for k in plan.of_way(VIEW)) if plan.file.verified else 0
             small = plan.file.verified and 2 * viewed < plan.file.size  # it would stay in memory for this part
-            buffer = None if small else mapping(plan.file, mappings)
+            buffer = None if small or view is None else mapping(plan.file, mappings, view)
             if buffer is None:
                 allowed &= small
                 plan = decide(file_tensors, target, False)
@@ -217,7 +264,7 @@ def deliver(
             if target is not None:
                 reads.restore(name, tensor, target)
             else:
-                delivered[name] = reads.parts(name, tensor, mappings if view else None)
+                delivered[name] = reads.parts(name, tensor, mappings, view)
         reading = not view or bool(reads.batch.jobs)
         if reading:
             reads.run(threads, progress)
@@ -235,7 +282,9 @@ def deliver(
     return delivered, allowed
 
 
-def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None, threads: int | None) -> Array | None:
+def _single(
+    tensors: Tensors, view: Access | None, mappings: dict[WeightFile, Any] | None, threads: int | None
+) -> Array | None:
     """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
     ((_, file, index),) = tensors
     if file.table.shaped or file.table.quantized:
@@ -249,15 +298,15 @@ def _single(tensors: Tensors, view: bool, mappings: dict[WeightFile, Any] | None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.
         return jobs.read_small(file, *spec[:4]) if size < HUGE_FROM and thread_count(size, threads) else None
-    buffer = mapping(file, mappings) if viewable(spec.dtype, spec.begin) else None
+    buffer = mapping(file, mappings, view) if viewable(spec.dtype, spec.begin) else None
     return None if buffer is None else array_over(buffer, spec.dtype, spec.shape, spec.begin)
 
 
-def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None) -> Any:
+def mapping(file: WeightFile, mappings: dict[WeightFile, Any] | None, access: Access) -> Any:
     """Return the mapping of a file; None if its store has none, or the system refuses it."""
     buffer = None if mappings is None else mappings.get(file)
     if buffer is None:
-        buffer = mapping_of(file.store)
+        buffer = mapping_of(file.store, access)
         if buffer is not None and mappings is not None:
             buffer = mappings.setdefault(file, buffer)  # another thread may have been faster
     return buffer
@@ -390,7 +439,7 @@ class Reads:
         if array.size:
             self.batch.jobs += restore.restore_jobs(packed, self.batch.into(array), target.number, name)
 
-    def parts(self, name: str, packed: Packed, mappings: dict[WeightFile, Any] | None) -> QuantizedTensor:
+    def parts(self, name: str, packed: Packed, mappings: dict[WeightFile, Any], view: Access | None) -> QuantizedTensor:
         """Add a packed tensor, unchanged: views of mapped files, or aligned arrays."""
         from .quantized_tensor import QuantizedTensor  # imported by whatever read the table
 
@@ -398,8 +447,9 @@ class Reads:
         for role, (_, file, row, shape, begin, end) in packed.parts.items():
             size, dtype = end - begin, dtypes.array_dtype(row.number)
             shape = dtypes.array_shape(row, shape, size)
-            mapped = mappings is not None and (not file.verified or file in mappings)
-            buffer = mapping(file, mappings) if mapped and size and viewable(dtype, begin) else None
+            buffer = None
+            if view is not None and (not file.verified or file in mappings) and size and viewable(dtype, begin):
+                buffer = mapping(file, mappings, view)
             if buffer is not None:
                 arrays[role] = array_over(buffer, dtype, shape, begin)
                 continue

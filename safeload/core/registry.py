@@ -662,6 +662,7 @@ class Recipe(NamedTuple):
     unknown_globals: UnknownGlobals
     stored: bool = False
     files: Files = LOCAL  # the store that the paths lead to
+    writable: bool = True
 
     def __repr__(self) -> str:
         return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths can hold the secrets of URLs
@@ -669,7 +670,7 @@ class Recipe(NamedTuple):
     @property
     def options(self) -> OpenRequest:
         """Options for opening each file."""
-        _, _, format, root, unknown_globals, _, files = self
+        _, _, format, root, unknown_globals, _, files, _ = self
         formats = None if format is None else formats_of(format)
         return OpenRequest(formats, root, unknown_globals == "inert", files)
 

@@ -372,7 +372,7 @@ class TorchHandle:
         """Return a tensor in memory that never leaves this object: a private mapping, or a copy."""
         begin, end = file.table.byte_range(index)
         if begin < end and not foreign_order(False):
-            buffer = mapping(file, self._inner)
+            buffer = mapping(file, self._inner, "write")
             if buffer is not None:
                 return array_over(buffer, dtypes.array_dtype(file.table.row(index).number), shape, begin)
         name = file.table.names[index]
@@ -386,7 +386,7 @@ class TorchHandle:
             return np.array(part)
         caller = object()
         first = self._sliced.setdefault(index, caller) is caller  # atomic: only one of two threads is first
-        buffer = mapping(file, self._outer if first else None)
+        buffer = mapping(file, self._outer if first else None, "write")
         if buffer is None:
             return np.array(part)
         offset = part.ctypes.data - native.address_of(np.frombuffer(inner, np.uint8))

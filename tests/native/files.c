@@ -214,7 +214,7 @@ static void check_refusals(void) {
     EXPECT(status == SL_E_TRUNCATED && cursor.failed_job == 1 && error.position == 1000);
     sl_file_close(file.handle);
     EXPECT(sl_file_read(file.handle, 0, got, 1, &error) == SL_E_OS && error.os_errno == EBADF);
-    EXPECT(sl_file_map(file.handle, 1000, &mapped, &error) == SL_E_OS && error.os_errno == EBADF && mapped == NULL);
+    EXPECT(sl_file_map(file.handle, 1000, 1, &mapped, &error) == SL_E_OS && error.os_errno == EBADF && mapped == NULL);
     EXPECT(delete(path_of("short")));
     free(bytes);
 }
@@ -239,7 +239,7 @@ static void check_sharing(void) {
     EXPECT(rename_to(path_of("renamed"), old));
 
     /* A mapping outlives the handle, and what is written into it reaches no file. */
-    OK(sl_file_map(file.handle, size, &mapped, &error));
+    OK(sl_file_map(file.handle, size, 1, &mapped, &error));
     sl_file_close(file.handle);
     EXPECT(memcmp(mapped, bytes, size) == 0);
     memset(mapped, 0, size);
@@ -247,6 +247,14 @@ static void check_sharing(void) {
     OK(sl_file_read(file.handle, 0, got, 100, &error));
     EXPECT(memcmp(got, bytes, 100) == 0);
     sl_file_close(file.handle);
+
+    /* A mapping that may not be written has the same bytes. */
+    void *read_only = NULL;
+    OK(sl_file_open(old, &file, &error));
+    OK(sl_file_map(file.handle, size, 0, &read_only, &error));
+    sl_file_close(file.handle);
+    EXPECT(memcmp(read_only, bytes, size) == 0);
+    sl_file_unmap(read_only, size);
 
     /* Replaced while it is mapped: POSIX does it and the mapping stays; Windows refuses it. */
     write_file(path_of("new"), again, size / 2, SL_OP_WRITE);
@@ -293,7 +301,7 @@ static void check_large(void) {
         EXPECT(memcmp(memory + piece - MIB, bytes, MIB) == 0 && memory[0] == 0 && memory[piece - MIB - 1] == 0);
         sl_memory_free(memory, piece);
     }
-    OK(sl_file_map(file.handle, size, &mapped, &error));
+    OK(sl_file_map(file.handle, size, 1, &mapped, &error));
     if (mapped != NULL) {
         EXPECT(memcmp((uint8_t *)mapped + size - MIB, bytes, MIB) == 0);
         sl_file_unmap(mapped, size);

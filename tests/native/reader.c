@@ -91,7 +91,7 @@ static void list_file(const char *path) {
     } else
         status = sl_safetensors_open(path, &file, &table, &error);
     void *mapped = NULL;
-    if (status == SL_OK) status = sl_file_map(file.handle, file.size, &mapped, &error);
+    if (status == SL_OK) status = sl_file_map(file.handle, file.size, 1, &mapped, &error);
     if (status != SL_OK) {
         FAIL("%s: status %d, errno %d, byte %" PRId64 ": %s", path, status, error.os_errno, error.position,
              error.message);

@@ -114,7 +114,7 @@ static int32_t open_path(const char *path, sl_error *error) {
     if (status != SL_OK) return status;
     CHECK(sl_table_columns(table)->count > 0 && sl_table_find(table, "layer.3.weight", 14) >= 0);
     void *mapping;
-    status = sl_file_map(file.handle, file.size, &mapping, error);
+    status = sl_file_map(file.handle, file.size, 1, &mapping, error);
     if (status == SL_OK) sl_file_unmap(mapping, file.size);
     sl_table_free(table);
     sl_file_close(file.handle);

@@ -116,7 +116,7 @@ def test_signature_takes_what_upstream_takes(name):
         (load, {"copy": True}),
         (
             load_file,
-            {"backend": "mmap", "dtype": None, "names": None, "out": None, "threads": None, "progress": None},
+            {"backend": "mmap", "writable": True, **dict.fromkeys(("dtype", "names", "out", "threads", "progress"))},
         ),
         (save, {}),
         (save_file, {"overwrite": True, "durable": True}),
@@ -663,7 +663,7 @@ def test_a_refused_mapping_is_read_instead(monkeypatch, tmp_path):
     }
     save_file(tensors, path, durable=False)
 
-    def refuse(self):
+    def refuse(self, **_):
         raise OSError(12, "Cannot allocate memory", self.path)
 
     monkeypatch.setattr(inside.local.LocalStore, "map", refuse)

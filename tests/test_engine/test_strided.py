@@ -205,7 +205,7 @@ def test_sizes_are_those_of_the_elements(built):
 def test_a_refused_mapping_is_read_and_still_shared(built, monkeypatch):
     with built.open() as checkpoint:
 
-        def refuse():
+        def refuse(**_):
             raise OSError(12, "Cannot allocate memory")
 
         monkeypatch.setattr(checkpoint.weight_files[0].store, "map", refuse)
