@@ -25,7 +25,7 @@ from .schema import listed_in
 _data = partial(read_data, __name__, "renamed.json")
 
 # Names longer than this keep their names: patterns can take quadratic time.
-_LONGEST = 1000
+_LONGEST = 250
 # The attribute of the inner model of most classes, and of the language model inside others. Classes without a head, or
 # for text only, lack them.
 _PREFIX = "model"
@@ -161,6 +161,7 @@ class ModelNames:
         """Take stored names by their names without wrappers."""
         self._stored, self._config = stored, config or {}
         self._rules = tuple(_rules(self._config)) if config else ()
+        self._prefixes = [f"{prefix}." for prefix in _prefixes(self._config)]
 
     @cached_property
     def _renamings(self) -> list[_Rule]:
@@ -212,8 +213,7 @@ class ModelNames:
 
     def _without_prefix(self, name: str) -> str:
         name = _INNER.sub("", name)
-        prefixes = (f"{prefix}." for prefix in _prefixes(self._config))
-        return name.removeprefix(next(filter(name.startswith, prefixes), ""))
+        return name.removeprefix(next(filter(name.startswith, self._prefixes), ""))
 
     def find(self, name: str) -> Place | None:
         """Return where a tensor is, by its name in memory, in files, or in a class without a head or for text only."""

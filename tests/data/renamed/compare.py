@@ -125,7 +125,7 @@ def main():
         folder = kept / name
         shutil.rmtree(folder, ignore_errors=True)
         results[name] = compare(name, folder)
-        print(f"{name}: {results[name][:300]}", flush=True)
+        print(f"{name}: {results[name][:600]}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
     wrong = [name for name, result in results.items() if not result.startswith(("equal", "not built"))]
     equal = sum(result.startswith("equal") for result in results.values())
