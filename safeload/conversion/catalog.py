@@ -921,11 +921,11 @@ class RestructuredCatalog(Catalog):
             raise Immovable("its values are rearranged")
         return result
 
-    def value(self, name: str, threads: int | None = None, dtype: Any = None) -> Any:
+    def value(self, name: str, threads: int | None = None, dtype: Any = None, room: Room = private_array) -> Any:
         source = self.recipes[name].renamed
         if self.for_engine and dtype is None and source is not None and self.base.about(source).packed:
             return self.base.value(source, threads)
-        return super().value(name, threads, dtype)
+        return super().value(name, threads, dtype, room)
 
     def beside(self, name: str) -> list[str]:
         """Return the tensors that belong to the blocks of a tensor."""
