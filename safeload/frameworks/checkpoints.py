@@ -47,14 +47,18 @@ def selecting(
         tensors = chosen(checkpoint, names, only, drop, target)
         all_names = [name for name, _, _ in tensors]
         groups: list[Group] = [(all_names, None if target is None else target.name)]
-        if target is None and any(file.table.quantized for file in checkpoint.weight_files):
-            plain: list[str] = []
+        grown = {} if merge is None else merge.base.grown
+        if target is None and (grown or any(file.table.quantized for file in checkpoint.weight_files)):
+            by_dtype: dict[str | None, list[str]] = {None: []}
             packed: list[str] = []
             for name, file, index in tensors:
                 file.table.refuse_unknown([index], file.path)
-                (packed if file.table.is_quantized(index) else plain).append(name)
+                row = grown[name].row if name in grown else None
+                quantized = row is None if name in grown else file.table.is_quantized(index)
+                names_alike = packed if quantized else by_dtype.setdefault(row.name if row else None, [])
+                names_alike.append(name)
+            groups = [(members, dtype) for dtype, members in by_dtype.items() if members]
             if packed:
-                groups = [(plain, None)] if plain else []
                 groups.append((packed, _dtype_of(checkpoint, packed[0])))
         yield checkpoint, merge, all_names, groups
 

@@ -1,6 +1,8 @@
 """Merged models compute what PEFT's trained models compute: tied heads, experts, routers."""
 
+import numpy as np
 import pytest
+from builders.adapters import write
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -120,6 +122,23 @@ def test_after_tokens_were_added(kind, size, options, model_of, tmp_path):
     written = safeload.torch.load_checkpoint(tmp_path / "merged")
     assert direct.keys() == written.keys()
     assert all(torch.equal(direct[name], tensor) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_larger_vocabulary_has_the_dtype_of_the_base(packed, device, model_of, tmp_path):
+    options = {"quantize": "int8"} if packed else {}
+    safeload.convert(model_of("gpt_neox"), tmp_path / "base", dtype="bfloat16")
+    safeload.convert(tmp_path / "base", tmp_path / "small", **options)
+    vocabulary = ("gpt_neox.embed_in.weight", "embed_out.weight")
+    embeddings = {name: np.ones((54, 32), np.float32) for name in vocabulary}
+    lora = write(
+        tmp_path / "lora", {**embeddings, "score.weight": np.ones((3, 32), np.float32)}, modules_to_save=["score"]
+    )
+    loaded = safeload.torch.load_checkpoint(tmp_path / "small", device=device, adapters=lora)
+    assert {loaded[name].dtype for name in vocabulary} == {torch.bfloat16}
+    assert {tuple(loaded[name].shape) for name in vocabulary} == {(54, 32)}
+    assert (loaded["score.weight"].dtype, tuple(loaded["score.weight"].shape)) == (torch.float32, (3, 32))
 
 
 @pytest.mark.filterwarnings("ignore")
