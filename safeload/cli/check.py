@@ -23,6 +23,7 @@ from .parsers import (
     ADAPTER,
     DASK,
     JSON,
+    JSON_LINES,
     OF_SEVERAL,
     OPENING,
     PATHS,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from ..conversion.executors import Executor
 
 # Options of the commands that read all values.
-_READING = (*OPENING, THREADS, DASK, JSON)
+_READING = (*OPENING, THREADS, DASK)
 
 
 # ---- check ----
@@ -102,6 +103,7 @@ def _schemas() -> list[str]:
     ),
     flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
     *_READING,
+    JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL} With --strict, warnings other than value.constant and value.zero count as errors.",
 )
 def check(options: argparse.Namespace) -> int:
@@ -220,6 +222,7 @@ _STATS_ROWS = 100  # on a terminal
     *selection(("name", "min", "max", "absmax", "mean", "std", "peak", "outliers", "nan", "inf", "zeros"), _STATS_ROWS),
     flag("--histogram", "also show the distribution of absolute values by powers of two"),
     *_READING,
+    JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL}",
 )
 def stats(options: argparse.Namespace) -> int:
@@ -292,6 +295,7 @@ def _not_negative(text: str) -> float:
         "non-finite values, then the largest difference",
     ),
     *_READING,
+    JSON,
     status="0 equal (with --tolerance: equal names and shapes, and values within the tolerance), 1 different, or a "
     "file is bad, 2 wrong usage.",
 )
@@ -353,7 +357,7 @@ def diff(options: argparse.Namespace) -> int:
     ),
     *OPENING,
     THREADS,
-    JSON,
+    JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL} A bad file gets a page, too. If SOURCE_DATE_EPOCH is set, it is the date on the "
     "page.",
 )

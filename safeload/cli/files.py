@@ -20,6 +20,7 @@ from ..errors import NoMatchError, SafeloadError
 from . import common
 from .parsers import (
     JSON,
+    JSON_LINES,
     OF_SEVERAL,
     RECURSIVE,
     STATUS,
@@ -246,7 +247,7 @@ and a cache prove integrity only: they do not say who made the files. Signatures
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
-    JSON,
+    JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL}",
 )
 def verify(options: argparse.Namespace) -> int:

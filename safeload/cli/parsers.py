@@ -134,7 +134,8 @@ OPENING: tuple[Argument, ...] = (
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
 ADAPTER = repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight")
 THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
-JSON = flag("--json", "print everything as one JSON object; of several models, a line for each")
+JSON = flag("--json", "print everything as one JSON object")
+JSON_LINES = flag("--json", "print everything as one JSON object; of several models, a line for each")
 DASK = argument(
     "--dask", "ADDRESS", 'run on a Dask cluster with access to the files: "tcp://HOST:8786", or a scheduler file'
 )
