@@ -47,6 +47,7 @@ from ..core.tensors import Entry, FileTensor, Tensors, entries_of, packed_of
 from ..core.text import PathLike, check_name, error_about, missing, tensor_named
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, SafeloadError
+from ..formats.gguf import scales_beside
 from ..models.choosing import dtype_in
 from ..quant import finder
 from ..quant.codes import Coded, Immovable, Matrix
@@ -780,12 +781,6 @@ class TensorRecipe(NamedTuple):
                 return (self,)
             by_item.setdefault(item, []).append(move._replace(written=move.written._replace(item=None)))
         return tuple(self._replace(shape=self.shape[1:], moves=tuple(by_item.get(k, ()))) for k in range(self.shape[0]))
-
-
-def scales_beside(name: str) -> tuple[str, str]:
-    """Return the names of the tensors with the factors of a weight's blocks in GGUF, and of its activations."""
-    module = name.removesuffix(".weight")
-    return f"{module}.scale", f"{module}.input_scale"
 
 
 class RestructuredCatalog(Catalog):

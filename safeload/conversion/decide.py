@@ -27,6 +27,7 @@ from ..core.tensors import LazyParts, Spans, Tensors
 from ..core.text import PathLike, as_texts, debug, error_about, plural, printable, show, size, warning
 from ..errors import FormatError, SafeloadError, UnsupportedError, VerificationError, exported
 from ..formats.folder import CONFIG, read_config
+from ..formats.gguf import scales_beside
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ..models.choosing import choose
 from ..models.diffusion import ARCHITECTURE, is_rearranged, model_of, with_renamed_shapes
@@ -36,7 +37,7 @@ from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import codes, finder
 from ..quant.families import Preset, preset_of
 from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
-from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path, scales_beside
+from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
 from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
 from .quantize import WEIGHTS

@@ -462,12 +462,18 @@ def _parts(name: Any, value: Any, tensors: Mapping[str, Any], metadata: Mapping[
         both = Lazy(np.dtype(np.uint8), (codes.nbytes + _TAIL,), make)
         yield name, LazyParts(packing.numbers, packing.shape, {CODES: both})
         return
-    beside = f"{name.removesuffix('.weight')}.scale"
+    beside, _ = scales_beside(name)
     if not name.endswith(".weight") or beside in tensors:
         reason = f"{show(beside)} is another tensor" if beside in tensors else "its name does not end in .weight"
         raise error_about(SafeloadError, f"cannot store its scale: {reason}", tensor=name)
     yield name, LazyParts(packing.numbers, packing.shape, {CODES: _lazy(codes)})
     yield beside, scale
+
+
+def scales_beside(name: str) -> tuple[str, str]:
+    """Return the names of the tensors with the factors of a weight's blocks in GGUF, and of its activations."""
+    module = name.removesuffix(".weight")
+    return f"{module}.scale", f"{module}.input_scale"
 
 
 def _lazy(array: Array | Lazy) -> Lazy:

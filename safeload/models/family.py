@@ -63,7 +63,7 @@ The fields of ``gguf``:
   ``value``, for each of the ``each_layer`` layers an item of ``values``.
 - ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others in
   ``layer_types``; ``written``, the key that says which layers have one; or ``ignored``, true if llama.cpp attends to
-  all positions. ``others``: items of ``layer_types`` for other layers without a sliding window.
+  all positions. ``also_full``: items of ``layer_types`` for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
   config made from a file, by key: a tensor, the value without it and the value with it.
@@ -105,6 +105,8 @@ _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "wit
 _OWN |= {"omitted"}
 # Fields of ``gguf`` that a family does not inherit.
 _OWN_GGUF = {"classes", "nested", "text_type"}
+# Fields of ``gguf`` that are not attributes, or others.
+_READ_OTHERWISE = {"keys", "rope", "windows", "defaults", "tensors", "layers", "more_layers", "classes", "without"}
 _USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 _Content = Mapping[str, Any]
@@ -205,54 +207,67 @@ class GgufRope(NamedTuple):
     single_base: bool = False  # True if llama.cpp computes all layers with the same base, whatever the file says
 
 
+class GgufWindows(NamedTuple):
+    """Sliding windows."""
+
+    full_every: int | None = None  # distance of layers without a window
+    kind: str = "sliding_attention"  # of the others in ``layer_types``
+    written: str | None = None  # key of the layers with a window
+    ignored: bool = False  # True if llama.cpp attends to all positions
+    also_full: tuple[str, ...] = ()  # more items of ``layer_types`` for layers without a window
+
+    @property
+    def kinds_without(self) -> tuple[str, ...]:
+        """The layers without a window, as ``layer_types`` has them."""
+        return ("full_attention", *self.also_full)
+
+
 class GgufForm:
-    """How llama.cpp has a family."""
+    """How llama.cpp has a family: the fields of ``gguf``, with their defaults."""
+
+    architecture: str
+    required: tuple[str, ...]
+    assumes: Mapping[str, tuple[Any, ...]]
+    activations: Mapping[str, tuple[str, ...]]
+    text_type: str
+    renames: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    left_out: Mapping[str, str] = MappingProxyType({})
+    counted: Mapping[str, str] = MappingProxyType({})
+    needs: Mapping[str, str] = MappingProxyType({})
+    computed: Mapping[str, str | Mapping[str, Any]] = MappingProxyType({})
+    per_layer: tuple[str, ...] = ()
+    complete = False
+    kept_layers: str | None = None
+    query_scale_by_width: int | None = None
+    restores: tuple[str, ...] = ()
+    chosen_by: str | None = None
+    when: str | None = None
+    says_all = True
+    add_space_prefix = True
+    tokens: Mapping[str, int] = MappingProxyType({})
+    end_of_turn: str | None = None
+    end_of_turn_listed = False
+    end_of_text: str | None = None
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    suppress_tokens = False
+    tied = False
+    nested: Mapping[str, Any] = MappingProxyType({})
+    shown_by: Mapping[str, tuple[str, Any, Any]] = MappingProxyType({})
+    tokenizer: str | None = None
+    pooling = False
 
     def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
         self._family = family
         self._content = content = family["gguf"]
         self.class_name, self.model_type = class_name, model_types[0]  # of transformers
         self.model_types = model_types
-        self.renames: Mapping[str, tuple[str, str]] = content.get("renames", {})
-        self.left_out: Mapping[str, str] = content.get("left_out", {})
-        self.counted: Mapping[str, str] = content.get("counted", {})
-        self.needs: Mapping[str, str] = content.get("needs", {})
-        self.computed: Mapping[str, str | Mapping[str, Any]] = content.get("computed", {})
+        own = {key: value for key, value in content.items() if key not in _READ_OTHERWISE}
+        vars(self).update({"text_type": self.model_type, **own})
+        self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
+        self.rope, self.windows = GgufRope(**content["rope"]), GgufWindows(**content["windows"])
         self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
         self.omitted: Mapping[str, Any] = family.get("omitted", {})
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
-        self.architecture: str = content["architecture"]
-        self.keys = {key: GgufKey(**fields) for key, fields in content["keys"].items()}
-        self.required: tuple[str, ...] = content["required"]
-        self.assumes: Mapping[str, tuple[Any, ...]] = content["assumes"]
-        self.text_type: str = content.get("text_type", self.model_type)
-        self.per_layer: tuple[str, ...] = content.get("per_layer", ())
-        self.rope = GgufRope(**content["rope"])
-        self.full_every: int | None = content["windows"].get("full_every")
-        self.windowed: str = content["windows"].get("kind", "sliding_attention")
-        self.windows: str | None = content["windows"].get("written")
-        self.complete: bool = content.get("complete", False)
-        self.kept_layers: str | None = content.get("kept_layers")
-        self.ignores_windows: bool = content["windows"].get("ignored", False)
-        self.without_windows: tuple[str, ...] = ("full_attention", *content["windows"].get("others", ()))
-        self.activations: Mapping[str, tuple[str, ...]] = content["activations"]
-        self.query_scale_by_width: int | None = content.get("query_scale_by_width")
-        self.restores: tuple[str, ...] = content.get("restores", ())
-        self.chosen_by: str | None = content.get("chosen_by")
-        self.when: str | None = content.get("when")
-        self.says_all: bool = content.get("says_all", True)
-        self.adds_space: bool = content.get("add_space_prefix", True)
-        self.tokens: Mapping[str, int] = content.get("tokens", {})
-        self.end_of_turn: str | None = content.get("end_of_turn")
-        self.special_tokens: Mapping[str, str] = content.get("special_tokens", {})
-        self.tied: bool = content.get("tied", False)
-        self.nested: Mapping[str, Any] = content.get("nested", {})
-        self.shown_by: Mapping[str, tuple[str, Any, Any]] = content.get("shown_by", {})
-        self.tokenizer: str | None = content.get("tokenizer")
-        self.suppresses: bool = content.get("suppress_tokens", False)
-        self.end_of_text: str | None = content.get("end_of_text")
-        self.end_of_turn_listed: bool = content.get("end_of_turn_listed", False)
-        self.pooling: bool = content.get("pooling", False)
 
     @property
     def embedding(self) -> str:

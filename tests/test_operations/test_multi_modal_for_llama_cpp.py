@@ -195,6 +195,15 @@ def test_a_scale_that_llama_cpp_does_not_read_is_refused(rope, match, tmp_path):
         safeload.convert(write(tmp_path, "ministral3_images", config=config), tmp_path / "x.gguf")
 
 
+def test_the_whole_model_says_whether_the_head_is_tied(tmp_path):
+    """The class of transformers for text alone ties the head, and the model of text and images does not."""
+    config = MODELS["qwen3_vl_moe"]["config"]
+    assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (False, True)
+    source = write(tmp_path, "qwen3_vl_moe", without="lm_head.")
+    with pytest.raises(safeload.FormatError, match=r"'lm_head.weight' is missing, and tie_word_embeddings is not true"):
+        safeload.convert(source, tmp_path / "x.gguf")
+
+
 def test_a_missing_tensor_of_the_language_model_is_refused(tmp_path):
     source = write(tmp_path, "qwen3_vl", without="model.language_model.layers.1.self_attn.q_norm")
     with pytest.raises(safeload.FormatError, match=r"llama.cpp needs 'blk.1.attn_q_norm.weight'"):

@@ -33,7 +33,7 @@ from ...models.module_names import stored_names
 from ...models.schema import MAX_EXPERTS, NUMBER, language_of
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView, scales_beside
+from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
 from ..rules import stack_of
 from .sentencepiece import MAX_PIECES
 from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
@@ -191,7 +191,7 @@ def _in_blocks(
         beside: dict[str, TensorRecipe] = {}
         if kind == _SCALED:
             experts = recipe.shape[0] if len(recipe.shape) > 2 else 1
-            scale, _ = names = scales_beside(name)
+            scale, _ = names = gguf.scales_beside(name)
             for part, values in zip(names, zip(*_factors(catalog, recipe), strict=True), strict=True):
                 factors = np.broadcast_to(np.concatenate(values), (experts,)).copy()
                 if (factors != 1).any():
@@ -270,7 +270,7 @@ def _general_keys(
             if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
                 raise files.fault(GENERATION, f"{names[-1]} must be a number, got {show(value)}")
             keys[f"general.sampling.{key}"] = kind(value)
-    tokens = files.generation.get("suppress_tokens") if form.suppresses else None
+    tokens = files.generation.get("suppress_tokens") if form.suppress_tokens else None
     if tokens:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < MAX_PIECES for token in tokens):
             raise files.fault(GENERATION, f"suppress_tokens must be a list of ids, got {show(tokens)}")
@@ -420,7 +420,7 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
     """Return the tensors of a model as llama.cpp stores them, and what becomes of the others."""
     stored_by_name, left_out = _language_names(catalog, config, form)
     outer = (catalog.config or {}).get("tie_word_embeddings")
-    tied = True if outer is True else config.values.get("tie_word_embeddings", form.usually_tied)
+    tied = outer if isinstance(outer, bool) else config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and form.head in stored_by_name:
         raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
     recipes: dict[str, TensorRecipe] = {}

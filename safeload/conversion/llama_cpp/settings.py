@@ -357,29 +357,29 @@ def _check_layers(config: ModelConfig, form: GgufForm) -> None:
 
 def _check_windows(config: ModelConfig, form: GgufForm) -> None:
     """Check which layers have a sliding window; llama.cpp does not read this from the files of these models."""
-    values, layers, every = config.values, config.size("block_count"), form.full_every
+    values, layers, every = config.values, config.size("block_count"), form.windows.full_every
     kinds = values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise config.fault(f"layer_types must be a list of {layers} items, got {show(kinds)}")
     if every is not None:
-        if kinds is not None and kinds != _kinds_of_layers(layers, every, form.windowed):
+        if kinds is not None and kinds != _kinds_of_layers(layers, every, form.windows.kind):
             raise config.unsupported(f"layer_types: llama.cpp uses full attention in every layer number {every}")
         if values.get("sliding_window_pattern") not in (None, every):
             raise config.unsupported(f"sliding_window_pattern must be {every}")
         return
-    if form.windows is not None:
+    if form.windows.written is not None:
         other = next((kind for kind in kinds or () if kind not in ("full_attention", "sliding_attention")), None)
         if other is not None:
             raise config.unsupported(f"layer_types: llama.cpp's {form.architecture} has no {show(other)}")
         return
     window = values.get("sliding_window")
     usual = window is not None and values.get("use_sliding_window") is not False
-    slides = usual if kinds is None else any(kind not in form.without_windows for kind in kinds)
-    if slides and form.ignores_windows:
+    slides = usual if kinds is None else any(kind not in form.windows.kinds_without for kind in kinds)
+    if slides and form.windows.ignored:
         effect = f"texts longer than {show(window)} tokens give other results than transformers"
         warning("%s has no sliding windows in llama.cpp: %s", form.architecture, effect)
     elif slides and window is None:
-        raise config.unsupported(f"layer_types: llama.cpp has only {' and '.join(form.without_windows)} here")
+        raise config.unsupported(f"layer_types: llama.cpp has only {' and '.join(form.windows.kinds_without)} here")
     elif slides:
         raise config.unsupported(f"sliding_window is {show(window)}")
 
@@ -652,15 +652,17 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
         config[name] = number if isinstance(number, int) and 0 <= number < config["vocab_size"] else None
     if form.query_scale_by_width is not None:
         config["query_pre_attn_scalar"] = _query_scale(ModelConfig(config, catalog.title, form), form)
-    if form.full_every is not None and config["num_hidden_layers"] <= 10_000:
-        config["layer_types"] = _kinds_of_layers(config["num_hidden_layers"], form.full_every, form.windowed)
-    if form.windows is not None:
-        sliding = np.asarray(catalog.metadata.get(f"{form.architecture}.{form.windows}", ()), bool).reshape(-1)
+    if form.windows.full_every is not None and config["num_hidden_layers"] <= 10_000:
+        config["layer_types"] = _kinds_of_layers(
+            config["num_hidden_layers"], form.windows.full_every, form.windows.kind
+        )
+    if form.windows.written is not None:
+        sliding = np.asarray(catalog.metadata.get(f"{form.architecture}.{form.windows.written}", ()), bool).reshape(-1)
         config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in sliding] or None
     if form.rope.types:
         _add_rope(config, catalog, form)
     notes = ["the dtype of the weights before conversion"]
-    if form.ignores_windows and "sliding_window" not in config:
+    if form.windows.ignored and "sliding_window" not in config:
         notes.append("a sliding window, which llama.cpp ignores")
         config["sliding_window"] = None
     _check_rope(catalog, config, form)

@@ -218,7 +218,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if files.tekken is not None:
         return _tekken_keys(files, files.tekken, rows)
     vocabulary = _KINDS.get(form.tokenizer, vocabulary_of)(files, rows)
-    if not form.adds_space and files.model is not None:
+    if not form.add_space_prefix and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
     keys |= {f"{PREFIX}{kind}_token_id": gguf.U32(number) for kind, number in form.tokens.items()}
