@@ -37,6 +37,12 @@ def settings(name, **changes):
         ("phi3", "original_max_position_embeddings", {"rope.scaling.original_context_length": 4096}),
         ("gpt_oss", "rope_parameters", {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}),
         ("gpt_oss", "sliding_window", {"attention.sliding_window": 128}),
+        ("llama2", "rms_norm_eps", {"attention.layer_norm_rms_epsilon": pytest.approx(1e-6)}),
+        ("llama2", "max_position_embeddings", {"context_length": 2048}),
+        ("granite", "attention_multiplier", {"attention.scale": 1.0}),
+        ("arcee", "head_dim", {"attention.key_length": 16, "attention.value_length": 16}),
+        ("nemotron", "head_dim", {"attention.key_length": 16, "attention.value_length": 16}),
+        ("ernie4_5_moe", "moe_num_shared_experts", {"expert_shared_count": 2}),
     ],
 )
 def test_a_key_that_the_config_lacks(name, key, expected):
@@ -65,9 +71,10 @@ def test_values_are_those_of_transformers():
     transformers = pytest.importorskip("transformers", "5.20")
     forms = {form.model_type: form for form in model_families.gguf_forms().values() if form.omitted}
     assert {"llama", "mistral", "qwen3", "gpt_oss"} <= forms.keys()
+    outside = ("rope_theta", "partial_rotary_factor")
     for kind, form in forms.items():
         usual = transformers.AutoConfig.for_model(form.text_type or kind).get_text_config().to_dict()
         sizes = {key: usual[key] for key in ("hidden_size", "num_attention_heads") if key in usual}
         config = inner.ModelConfig(sizes, kind, form)
-        usual |= {key: value for key, value in (usual.get("rope_parameters") or {}).items() if key == "rope_theta"}
+        usual |= {key: value for key, value in (usual.get("rope_parameters") or {}).items() if key in outside}
         assert {key: config.values[key] for key in form.omitted} == {key: usual[key] for key in form.omitted}, kind
