@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
-from ..conversion.quantize import Encoding, SchemeName
+from ..conversion.quantize import WEIGHTS, Encoding, SchemeName
 from ..conversion.rules import EngineRules, Rules, arranged, check_restorable, schema_of, tied_heads
 from ..core import dtypes
 from ..core.names import NUMBER
@@ -16,6 +16,7 @@ from ..core.packing import ENGINE_FORMATS, SCHEMES, usual_axis
 from ..core.quantized_tensor import storage_of
 from ..errors import FormatError, UnsupportedError
 from ..models.schema import Schema
+from ..quant import codes
 from ..quant.families import presets
 
 #: The dtypes to predict sizes for.
@@ -101,7 +102,12 @@ def sizes(source: Given) -> Sizes:
                     total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
                 else:
                     is_quantized = True
-                    encoding = Encoding(name, presets()[scheme], about.shape, rules.weight_dtype(about, None))
+                    row = rules.weight_dtype(about, None)
+                    if layout.scheme(name) is not None:
+                        with suppress(codes.Immovable):  # scales keep their dtype if codes move
+                            scale = codes.plan(layout.coded(name), codes.holds(scheme)).scale
+                            row = dtypes.BY_CODE[scale] if scale in WEIGHTS else row
+                    encoding = Encoding(name, presets()[scheme], about.shape, row)
                     total += number * encoding.nbytes
             if not is_quantized:
                 raise UnsupportedError(f"{rules.preset.name}: no tensor is left to quantize")

@@ -264,6 +264,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
         if request.preset is not None:
             known = config.get("model_type") in engine_model_types()
             supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
+            supported |= isinstance(config.get("model_type"), str) and not request.preset.engine.stacks_experts
         else:
             form = gguf_form(config)[1]
             supported = form is not None and any(name.endswith(form.embedding) for name in catalog)
@@ -725,7 +726,15 @@ class Decider:
         tensors = {
             name: (about.code, about.shape, about.nbytes) for name, about in {**self._descriptions, **heads}.items()
         }
-        return Summary(before, nbytes, self._quantized, self._kept, tensors, self._codes)
+        return Summary(
+            before,
+            nbytes,
+            self._quantized,
+            self._kept,
+            tensors,
+            self._codes,
+            "" if self._engine is None else self._engine.rule,
+        )
 
     def quantization(self) -> Quantization:
         """Return the quantization of a folder for an engine, as its reader would parse it."""

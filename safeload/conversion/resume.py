@@ -234,7 +234,7 @@ def _planned(
                 for name, place in outputs.files.items()
                 if isinstance(place, Location)
             },
-            "quantized": None if summary is None else [summary.bytes_before, summary.kept, summary.codes],
+            "quantized": None if summary is None else [*summary[:1], *summary[3:4], *summary[5:]],
             "schemes": [*outputs.schemes],
             "left_out": [*outputs.left_out],
             "parameters": outputs.parameters,
@@ -504,7 +504,7 @@ def _outputs_of(
         catalog = reopened(stack, catalog, adapters, untied)
     if piece["arranged_from"] is not None:
         catalog.config = piece["arranged_from"]
-        catalog = arranged(catalog, presets()[piece["options"]["quantize"]], whole=False)
+        catalog = arranged(catalog, presets()[piece["options"]["quantize"]], results=decisions)
     outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)
     return outputs._replace(metadata=piece["metadata"] or {}, editable=piece["editable"])
 
@@ -627,12 +627,12 @@ def _complete(
     warn_of_schemes(shown, plan["schemes"])
     summary = None
     if plan["quantized"] is not None:
-        before, kept, codes = plan["quantized"]
+        before, kept, codes, rule = plan["quantized"]
         decisions = decisions_of(chain.from_iterable(piece["tensors"] for piece in plan["pieces"]))
         schemes = {
             name: each.scheme for name, each in decisions.items() if each.scheme is not None and name not in kept
         }
-        summary = Summary(before, total, schemes, kept, codes=codes)
+        summary = Summary(before, total, schemes, kept, codes=codes, rule=rule)
     seconds, left_out = sum(result["seconds"] for result in done), tuple(plan["left_out"])
     return ConvertReport(shown, SAFETENSORS, paths, plan["tensors"], size, seconds, summary, left_out)
 

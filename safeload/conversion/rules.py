@@ -92,6 +92,7 @@ class _SummaryFields(NamedTuple):
     kept: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...], int]] | None = None
     codes: Mapping[str, str] = {}
+    rule: str = ""
 
 
 @exported()
@@ -108,12 +109,13 @@ class Summary(Result, _SummaryFields):
         tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
         codes: what became of the codes of each quantized tensor that got another format, by name: they moved, or their
             values were rounded again.
+        rule: which weights were quantized for an engine, if the family of the model does not say so.
     """
 
     __slots__ = ()
 
     _columns = ("name", "dtype", "shape", "nbytes", "scheme", "kept")
-    _json = (*_SummaryFields._fields[:4], "codes", ("tensors", Result.rows))
+    _json = (*_SummaryFields._fields[:4], "codes", "rule", ("tensors", Result.rows))
 
     def _values(self) -> Iterable[Any]:
         tensors = self.tensors or {}
@@ -135,6 +137,7 @@ class Summary(Result, _SummaryFields):
                 counts.setdefault(f"{label}{how}", []).append(name)
             for label, names in counts.items():
                 lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
+        lines += [self.rule] if self.rule else []
         return "\n".join(lines)
 
 
@@ -409,6 +412,13 @@ _IS_LEFT = "is not quantized in the folder"
 _LINEAR = (IS_HEAD, "is a router", IS_EXPERT, _IS_CONV1D, "keep=", "excluded by keep=", "has a side", _IS_LEFT)
 # Modules that choose experts. Engines compute these in full precision, although they are linear.
 _ROUTER = re.compile(r"\.(?:gate|router|shared_expert_gate)\.weight\Z")
+# Roles by the last module in the name of a matrix, for models of no known family.
+_ROLES_BY_NAME = {
+    "norm": re.compile(r"norm[^.]*\.weight$|(?:^|\.)ln_[^.]*\.weight$"),
+    "embedding": re.compile(r"embed(?!_out\.weight)[^.]*\.weight$|(?:^|\.)(?:wte|wpe|pos_emb[^.]*)\.weight$"),
+    "head": re.compile(r"(?:^|\.)(?:lm_head|embed_out|score|classifier)\.weight$|^(?:head|output)\.weight$"),
+    "router": re.compile(r"\.(?:gate|router|shared_expert_gate)(?:\.[^.]+)?\.weight$"),
+}
 # Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
@@ -445,7 +455,11 @@ class EngineRules:
             self.kept = Kept(keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
         supported = schema is not None and model_type in engine_model_types()
-        if not supported and not chosen:
+        self.rule = ""  # which weights are quantized if no family says so
+        if not supported and not chosen and isinstance(model_type, str) and not self.engine.stacks_experts:
+            self.rule = "every matrix but norms, embeddings, head, routers"
+            self.rule = f"no family known for {model_type}: {self.rule}" if schema is None else self.rule
+        elif not supported and not chosen:
             known = ", ".join(sorted(engine_model_types()))
             fault = f"does not support model_type {show(model_type)} (supported: {known}): "
             if model_type is None:
@@ -454,7 +468,7 @@ class EngineRules:
             raise UnsupportedError(f"{preset.name} {fault}{advice}")
         if self.engine.stacks_experts and changed_by_mlx(config):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
-        self.schema = schema if supported else None
+        self.schema = schema if supported or self.rule else None
         self._tied = choosing.tied_heads(config, dict.fromkeys(catalog).keys())
         self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
         self.already: dict[str, str] = {}  # the format of each weight that has it already, by name
@@ -530,17 +544,24 @@ class EngineRules:
             return kept
         if is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
+        fused = _FUSED_EXPERTS.search(name) is not None or (bool(self.rule) and len(shape) == 3 and ".experts" in name)
         role = "weight" if self.schema is None else self.schema.role(name)
+        if self.rule and (self.schema is None or role is None):
+            roles = (role for role, pattern in _ROLES_BY_NAME.items() if pattern.search(name))
+            role = next(roles, "weight" if fused or name.endswith(_WEIGHT) else "buffer")
+        if self.rule and role == "router":
+            return "is a router"
         kept = {**_KEPT_ROLES, "head": IS_HEAD}.get(role or "")
         if kept is not None and not (role in ("embedding", "head") and self.engine.quantizes_ends):
             return kept
-        fused = _FUSED_EXPERTS.search(name) is not None
         if not self.engine.quantizes_experts and (fused or _EXPERT.search(name)):
             return IS_EXPERT
         if role is None:
             return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
-        if self.schema is not None and len(shape) == 1:
+        if (self.schema is not None or self.rule) and len(shape) == 1:
             return "is 1-D, not 2-D"
+        if self.rule and len(shape) != 2 and not fused:
+            return f"is {len(shape)}-D, not 2-D"
         keeps_routers = self._experts is None or self._experts.keeps_routers
         return "is a router" if keeps_routers and _ROUTER.search(name) else None
 
@@ -626,27 +647,32 @@ def not_as_in_mlx(model_type: object) -> str:
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
 # Fused experts of a layer, and the separate experts in it.
-_FUSED_WEIGHT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)", re.ASCII)
+_FUSED_WEIGHT = re.compile(r"(.*layers\.[0-9]+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?", re.ASCII)
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_OTHER_HALF = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
 _FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
 
 
-def arranged(catalog: Catalog, preset: Preset, *, whole: bool = True) -> Catalog:
+def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | None = None) -> Catalog:
     """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
 
-    The layers are complete only if the catalog has the ``whole`` model.
+    The layers are complete unless ``results`` names the tensors to make, as planned with the whole model.
     """
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     if not isinstance(model_type, str):
         return catalog
     experts = mlx_experts_of(model_type) if preset.engine.stacks_experts else None
-    divides = preset.engine.quantizes_experts and model_type in _FUSED_TYPES
-    if experts is None and not (divides and any(map(_FUSED_WEIGHT.fullmatch, catalog))):
+    divides = preset.engine.quantizes_experts
+    fused = [name for name in catalog if _FUSED_WEIGHT.fullmatch(name)] if divides else []
+    if divides and model_type not in _FUSED_TYPES:
+        known = model_type in engine_model_types()
+        fused = [] if known else [name for name in fused if _shows_rows(catalog, name, results)]
+    if experts is None and not fused:
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
-    parts = _parts(catalog, divides=divides)
+    parts = _parts(catalog, fused)
     recipes = parts if experts is None else _stacked(catalog, preset, experts, parts)
-    if whole and experts is not None:  # mlx-lm's model has the layers of the config
+    if results is None and experts is not None:  # mlx-lm's model has the layers of the config
         layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
         count = _size(catalog, "num_hidden_layers")
         beyond = next((layer for layer in sorted(layers) if layer >= count), None)
@@ -674,12 +700,25 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     return catalog
 
 
-def _parts(catalog: Catalog, *, divides: bool) -> dict[str, TensorRecipe]:
+def _shows_rows(catalog: Catalog, name: str, results: Collection[str] | None) -> bool:
+    """Return True if the shapes of fused experts show that rows are outputs, as in most families."""
+    block, _, module = name.rpartition(".experts.")
+    if results is not None:
+        return any(result.startswith(f"{block}.experts.") and _EXPERT.search(result) for result in results)
+    other = f"{block}.experts.{_OTHER_HALF[module.removesuffix(_WEIGHT)]}{_WEIGHT if module.endswith(_WEIGHT) else ''}"
+    shapes = [catalog.about(each).shape for each in sorted((name, other)) if each in catalog]
+    if len(shapes) != 2 or {len(shape) for shape in shapes} != {3}:
+        return False
+    (_, outputs, width), (_, rows, columns) = shapes  # of gate_up_proj last
+    return (rows, columns) == (2 * width, outputs)
+
+
+def _parts(catalog: Catalog, fused: Collection[str]) -> dict[str, TensorRecipe]:
     """Return all tensors of a model, with separate experts."""
     parts = {}
     for name in catalog:
         shape = tuple(catalog.about(name).shape)
-        match = _FUSED_WEIGHT.fullmatch(name) if divides else None
+        match = _FUSED_WEIGHT.fullmatch(name) if name in fused else None
         if match is None or len(shape) != 3:
             parts[name] = TensorRecipe(shape, (Move(name),))
             continue
