@@ -390,7 +390,7 @@ class Heads(NamedTuple):
 
     pairs: Mapping[str, str]  # head -> embedding
     untied: Mapping[str, str]  # head -> embedding, if the head gets its own weights
-    added: Collection[str] = ()  # of a piece: its tensors that the base lacks, such as those of task heads
+    added: Collection[str] = ()  # of a piece: its tensors that the base lacks, such as task heads
 
 
 def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:

@@ -154,7 +154,7 @@ class Merge:
         return name in self.changes
 
     def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
-        """Return modules: a tensor or rows that replace those of one of two tied tensors replace both."""
+        """Return modules: a tensor or rows that replace one of two tied tensors replace both."""
         modules: dict[str, Mapping[str, str]] = {**adapter.modules}
         own = modules_by_tensor(adapter, self.base.find) if tied else {}
         for name, other in tied:

@@ -418,7 +418,7 @@ def diff(
         b: the checkpoint to compare with, in any of these forms.
         only: shell pattern, or several, of the names to compare, such as ``"model.layers.0.*"``; None compares all.
         drop: shell pattern, or several, of names to skip.
-        stored: True to compare what the files store: codes, scales and zero points by their own names, and the bytes
+        stored: True to compare the stored tensors: codes, scales and zero points by their own names, and the bytes
             of blocks, of which ``index`` then counts bytes. An open `Checkpoint` is opened again.
         storage_options: options of the filesystems behind URLs, see `open`.
         executor: compares groups of tensors in other processes or on other machines with access to the same files: any
@@ -452,6 +452,7 @@ def diff(
     ):
         if stored:
             catalog_a, catalog_b = (catalog.as_stored(stack) for catalog in (catalog_a, catalog_b))
+        catalog_a.mapped = catalog_b.mapped = False  # another program may write to the files
         how: Any = {"stored": stored, "executor": executor, "threads": threads, "progress": progress}
         report, forms = compare(catalog_a, catalog_b, only, drop, **how)
         if not stored:  # codes are read again; plain numbers are judged by `check` with a source

@@ -1,4 +1,4 @@
-"""Compare the result of a conversion with its source: what is lost, what changed, and the cause.
+"""Compare the result of a conversion with its source: losses, changes, and the cause.
 
 Tensors whose difference no format explains are looked at again: a cause is a simple operation that makes the tensor of
 the result from that of the source, or from another tensor of the source.
@@ -45,7 +45,7 @@ def findings_of(
     threads: int | None = None,
     progress: Progress = None,
 ) -> Iterator[Finding]:
-    """Yield what a result lost and changed of its source, causes first."""
+    """Yield the losses and changes of a result, causes first."""
     with ExitStack() as stack:
         original, written = (stack.enter_context(Catalog.of(each, storage_options)) for each in (source, result))
         if adapters is not None:

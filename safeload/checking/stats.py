@@ -38,7 +38,7 @@ _SEGMENT: int = lib.SL_STATS_SEGMENT  # elements per record
 _BINS: int = lib.SL_HISTOGRAM_BINS
 _WORD = 8  # bytes of a bin, and of a field of a record
 
-# Columns of the table, and of a table of at least this width; those of spread need a histogram and some width.
+# Columns of the table, and of a table of at least this width; spread needs a histogram and some width.
 _HEAD, _WIDE = ("tensor", "min", "max", "mean", "std", "bad"), 110
 _WIDE_HEAD = ("tensor", "dtype", "shape", "min", "max", "absmax", "mean", "std", "zeros", "NaN", "Inf")
 _SPREAD, _SPREAD_WIDTH = ("peak", "outliers"), 60

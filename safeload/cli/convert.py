@@ -156,7 +156,7 @@ def _refuse_check(options: argparse.Namespace) -> None:
 
 
 def _check_result(options: argparse.Namespace) -> int:
-    """Print what the result lost or changed of its sources."""
+    """Print the losses and changes of the result."""
     from ..checking.findings import CheckReport
     from ..checking.proof import findings_of
 

@@ -199,7 +199,7 @@ class Catalog:
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = None,
         *,
-        stored: bool = False,  # True to open all tensors as the files store them; `as_stored` does the rest
+        stored: bool = False,  # True to open all tensors as stored; `as_stored` does the rest
     ) -> Catalog:
         """Return the catalog of an operation's input; it closes files that it opens, but no checkpoint or catalog."""
         if isinstance(source, Catalog) and not verify:

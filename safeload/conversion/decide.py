@@ -553,7 +553,7 @@ class Decider:
         self._rules: Rules | EngineRules | None = None  # None quantizes nothing
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
-        self._codes: dict[str, str] = {}  # what became of the codes of a quantized source
+        self._codes: dict[str, str] = {}  # the fate of the codes of a quantized source
         self._fallbacks: Counter[tuple[str, str]] = Counter()  # matrices by requested scheme and its fallback
         tied: Mapping[str, str] = {}
         whole = options["names"] is None

@@ -49,7 +49,7 @@ from .rules import Summary, vectors_for
 _BYTES = dtypes.BY_CODE["U8"]
 # Stands for the dtype number of a tensor that is copied.
 AS_STORED = -1
-# What becomes of the codes of a source, if they are not rounded again.
+# The fate of the codes of a source, if they are not rounded again.
 COPIED, MOVED = "copied", "moved"
 _SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.

@@ -51,7 +51,7 @@ _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is 
 # Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
 _HEADLESS = "embedding"
 
-# The names in `presets`; MLX's formats have groups of 64 by default, those of integers groups of 128.
+# The names in `presets`; MLX's formats have groups of 64 by default, formats of integers groups of 128.
 EngineFormat: TypeAlias = Literal[
     "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128",
     "w4a16_asym-channel",
@@ -107,7 +107,7 @@ class Summary(Result, _SummaryFields):
         quantized: the scheme of each quantized tensor, by name.
         kept: the reason for each unquantized tensor, by name.
         tensors: dtype, shape and bytes of each tensor in the source, by name. Unknown after a conversion in pieces.
-        codes: what became of the codes of each quantized tensor that got another format, by name: they moved, or their
+        codes: the fate of the codes of each quantized tensor that got another format, by name: they moved, or their
             values were rounded again.
         rule: which weights were quantized for an engine, if the family of the model does not say so.
     """
@@ -505,7 +505,7 @@ class EngineRules:
 
     @cached_property
     def _is_done(self) -> bool:
-        """True if a weight has the format already: what its folder leaves unquantized stays so."""
+        """True if a weight has the format already: unquantized weights of its folder stay so."""
         return any(self._holds(name, self.preset) for name in self._catalog)
 
     def _holds(self, name: str, preset: Preset) -> bool:

@@ -152,7 +152,7 @@ def load_tensors(
 
 
 def access_of(writable: bool, out: Any) -> Access:
-    """Return what arrays of a load allow."""
+    """Return whether the arrays of a load can be written to."""
     if not writable and out is not None:
         raise ValueError("writable=False and out= exclude each other: out= has the caller's arrays")
     return "either" if writable else "read"

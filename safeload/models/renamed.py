@@ -27,7 +27,7 @@ _data = partial(read_data, __name__, "renamed.json")
 # Names longer than this keep their names: patterns can take quadratic time.
 _LONGEST = 250
 # The attribute of the inner model of most classes, and of the language model inside others. Classes without a head, or
-# for text only, lack them.
+# for text only, have neither.
 _PREFIX = "model"
 _INNER = re.compile(r"(?:(?<=\.)|^)language_model\.", re.ASCII)
 # The experts of a layer have the same rules: those of the first are enough.
@@ -205,7 +205,7 @@ class ModelNames:
 
     @cached_property
     def _bare(self) -> dict[str, list[str]]:
-        """The names in memory by what classes with and without a head, and for text only, have in common."""
+        """The names in memory by the names that classes with and without a head, and for text only, share."""
         bare: dict[str, list[str]] = {}
         for name in self.places:
             bare.setdefault(self._without_prefix(name), []).append(name)

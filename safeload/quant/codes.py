@@ -81,7 +81,7 @@ _BLOCKS = {
 
 
 def holds(scheme: str) -> Holds | None:
-    """Return what a format or block type stores; None if no codes move to it."""
+    """Return the layout of a format or block type; None if no codes move to it."""
     preset = presets().get(scheme)
     return _BLOCKS.get(scheme) if preset is None else _of_preset(preset)
 
@@ -137,7 +137,7 @@ class Coded(NamedTuple):
         return [each._replace(rows=positions[rows]) for each, positions in zip(chosen, own, strict=True)]
 
     def held(self) -> Holds:
-        """Return what the layout of the codes stores."""
+        """Return the layout of the codes."""
         kinds = {_held(packed) for packed in {id(each.packed): each.packed for each in self.matrices}.values()}
         if {each.shape for each in self.matrices} != {self.shape[-2:]}:
             raise Immovable("its matrices are stored in parts")
@@ -355,7 +355,7 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
     """Return how codes move to a layout, with scales of the requested dtype if these are exact.
 
     Raises:
-        Immovable: the layout does not hold them.
+        Immovable: the layout cannot hold these codes.
     """
     source = coded.held()
     if target is None:

@@ -276,7 +276,7 @@ def overrides_key(quantization: Quantization) -> str:
 
 
 def activations_of(quantization: Quantization) -> list[Any]:
-    """Return what a configuration says about activations, to compare it with another one."""
+    """Return the settings of activations, to compare two configurations."""
     groups = [
         mapping(group).get("input_activations") for group in mapping(quantization.values.get("config_groups")).values()
     ]

@@ -103,6 +103,7 @@ def gguf_model(name):
     rng = np.random.default_rng(0)
     required = {tensor.name: tensor.shape for tensor in expected.values() if tensor.required}
     required |= {key: (64,) for key, shape in required.items() if shape is None}
+    required = {key: tuple(2 if size is None else size for size in shape) for key, shape in required.items()}
     return {key: rng.standard_normal(shape).astype(np.float32) for key, shape in required.items()}, metadata
 
 

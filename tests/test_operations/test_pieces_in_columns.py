@@ -49,7 +49,7 @@ def contents(folder):
 MIXTURES = {
     "copies": {},
     "dequantized": {"dtype": "bfloat16"},
-    "requantized": {"dtype": "float16", "quantize": {"layers.0.*": "q8_0", "large.*": "int8"}},
+    "requantized": {"dtype": "float16", "quantize": {"layers.0.*": "q8_0", "large.*": "int8"}, "requantize": True},
     "one tensor": {"only": "layers.1.up_proj.weight", "dtype": "float32"},
     "only empty tensors": {"names": [name for name, array in many(30, "plain.").items() if not array.size][:3]},
 }
