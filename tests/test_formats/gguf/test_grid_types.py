@@ -81,7 +81,7 @@ def test_operations_take_the_values(expected, tmp_path):
     safeload.convert(PATH, tmp_path / "same.gguf")
     with safeload.open(tmp_path / "same.gguf") as copied, safeload.open(PATH) as opened:
         assert all(copied[name] == opened[name] for name in TYPES)
-    safeload.convert(PATH, tmp_path / "q8.gguf", quantize="q8_0")
+    safeload.convert(PATH, tmp_path / "q8.gguf", quantize="q8_0", requantize=True)
     with safeload.open(tmp_path / "q8.gguf") as opened:
         for name in TYPES:
             assert opened[name] == safeload.quantize(expected[name], "q8_0", rounding="ggml")
