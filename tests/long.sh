@@ -15,6 +15,7 @@
 #   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
 #   - models for llama.cpp: CI compares with committed digests, this runs llama.cpp (tests/data/llama_cpp/compare.sh);
+#   - models for mlx-lm: CI compares with recorded digests, this runs mlx-lm (tests/data/mlx/compare.sh);
 #   - models for ComfyUI: CI compares with committed digests, this with ComfyUI-GGUF's tools and loader (tests/data/comfyui/compare.sh);
 #   - folders for engines: CI compares with recorded digests, this with the engines' tools themselves (tests/data/engines/compare.sh);
 #   - adapters: CI merges committed adapters, this those that PEFT trains of every class of transformers (tests/data/renamed/compare.sh);
@@ -34,7 +35,7 @@ SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 "$here/clients/run.sh" "$kept/clients"
-for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp llama_quantize comfyui renamed; do
+for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp mlx llama_quantize comfyui renamed; do
     "$here/data/$family/compare.sh" "$kept/$family"
 done
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

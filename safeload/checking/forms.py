@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
+from ..conversion.arranging import like
 from ..conversion.catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
-from ..conversion.llama_cpp.gguf_models import form_between, laid_out
+from ..conversion.forms import laid_out
+from ..conversion.llama_cpp.gguf_models import form_between
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
-from ..conversion.rules import like, schema_of, tied_heads
+from ..conversion.rules import schema_of, tied_heads
 from ..core import dtypes
 from ..core.packing import Packed
 from ..models.diffusion import ARCHITECTURE

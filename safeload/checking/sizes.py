@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
+from ..conversion.arranging import arranged
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 from ..conversion.quantize import WEIGHTS, Encoding, SchemeName
-from ..conversion.rules import EngineRules, Rules, arranged, check_restorable, schema_of, tied_heads
+from ..conversion.rules import EngineRules, Rules, check_restorable, schema_of, tied_heads
 from ..core import dtypes
 from ..core.names import NUMBER
 from ..core.packing import ENGINE_FORMATS, SCHEMES, usual_axis

@@ -106,7 +106,7 @@ def convert(
 
             The formats of other engines, such as "w4a16", "fp8_dynamic", "mlx4" and "bnb_nf4", write the folder that
             the engine loads, see :doc:`/guide/engines`. They need the ``config.json`` of a model, which MLX's formats
-            must support, or ``only``.
+            must support, or ``only``. "mlx" writes a folder for mlx-lm without codes.
         imatrix: path of a llama.cpp importance matrix for ``quantize``, in GGUF or in the older format. Tensors
             without an entry are quantized without importance. Needs a single file as destination.
         requantize: True to round the codes of a quantized source again if the format cannot hold them. Without it codes

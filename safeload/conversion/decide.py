@@ -31,12 +31,12 @@ from ..formats.gguf import scales_beside
 from ..formats.mixtures import FILE_TYPE, with_file_type, with_updated_file_type
 from ..models.choosing import choose
 from ..models.diffusion import ARCHITECTURE, is_rearranged, model_of, with_renamed_shapes
-from ..models.family import changed_by_mlx, engine_model_types, gguf_form
+from ..models.family import changed_by_mlx, engine_model_types, gguf_form, mlx_form
 from ..models.layout import Layout
 from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import codes, finder
 from ..quant.families import Preset, preset_of
-from ..quant.quantization import Quantization, is_kept_by, is_own, quantization_of, without_quantization
+from ..quant.quantization import Quantization, is_kept_by, is_own, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
 from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
@@ -49,7 +49,7 @@ from .rules import (
     Planned,
     Rules,
     Summary,
-    arranged,
+    is_of_mlx,
     not_as_in_mlx,
     read_importance,
     rules_for,
@@ -263,6 +263,7 @@ def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
             return catalog
         if request.preset is not None:
             known = config.get("model_type") in engine_model_types()
+            known = mlx_form(config) is not None if request.preset.engine.stacks_experts else known
             supported = known and choose(config, catalog.format, dict.fromkeys(catalog).keys()) is not None
             supported |= isinstance(config.get("model_type"), str) and not request.preset.engine.stacks_experts
         else:
@@ -463,8 +464,12 @@ def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> t
 def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     """Return the tensors that an engine needs, if the result is the file of an engine."""
     preset, target, restored = request.preset, request.target, is_restored(catalog, request)
+    if _leaves_mlx(catalog, request):
+        from .arranging import from_mlx
+
+        catalog = from_mlx(catalog)
     if preset is not None and not restored:
-        return catalog if request.by_name else arranged(catalog, preset)
+        return catalog if request.by_name else _arranged(catalog, preset)
     if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
     # Only here: most results need no architecture.
@@ -482,7 +487,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         )
     if restored:
         model = from_llama_cpp(catalog)
-        return model if preset is None else arranged(model, preset)
+        return model if preset is None else _arranged(model, preset)
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
@@ -502,14 +507,27 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     return request._replace(options=options)
 
 
+def _arranged(catalog: Catalog, preset: Preset) -> Catalog:
+    from .arranging import arranged  # only here: other results need no form of a model
+
+    return arranged(catalog, preset)
+
+
+def _leaves_mlx(catalog: Catalog, request: ConvertRequest) -> bool:
+    """Return True if a model of mlx-lm becomes one of transformers or of another engine, which needs all tensors."""
+    options = request.options
+    converts = request.target is not None or options["quantize"] is not None or request.format == "gguf"
+    whole = options["layout"] is None and request.selecting in ([], ["rename"])
+    for_mlx = request.preset is not None and request.preset.engine.stacks_experts
+    in_folder = request.folder is not None or request.format == "gguf"
+    return converts and whole and in_folder and not (for_mlx or options["raw"]) and is_of_mlx(catalog)
+
+
 def _check_mlx(catalog: Catalog, request: ConvertRequest) -> None:
     """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
-    config = catalog.config
-    quantization = quantization_of(config)
-    of_mlx = catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
-    if not of_mlx or request.options["raw"] or not changed_by_mlx(config):
+    if not is_of_mlx(catalog) or request.options["raw"] or not changed_by_mlx(catalog.config):
         return
-    why = not_as_in_mlx((config or {}).get("model_type"))
+    why = not_as_in_mlx((catalog.config or {}).get("model_type"))
     if request.folder is None:
         warning("%s: %s: the result has MLX's names and values", request.path, why)
         return
@@ -535,6 +553,13 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
             show(stacks[0]),
             more,
         )
+
+
+def _parameters_of(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the number of parameters as mlx-lm counts them: without those of modules that have modules."""
+    modules = {name: name.rpartition(".")[0] for name in shapes}
+    outer = {module[:k] for module in modules.values() for k, letter in enumerate(module) if letter == "."}
+    return sum(math.prod(shape) for name, shape in shapes.items() if modules[name] not in outer)
 
 
 class Decider:
@@ -695,7 +720,7 @@ class Decider:
             metadata = {"format": engine.engine.metadata, **own}
             config = config if described else engine.config(config, self._quantized, self._kept, names)
             if engine.engine.always_indexed:
-                parameters = sum(math.prod(output.shape) for output in outputs.made)
+                parameters = _parameters_of({names.get(k, k): self._descriptions[k].shape for k in decisions})
         return outputs._replace(
             metadata=metadata,
             editable=engine is None,
@@ -748,7 +773,7 @@ class Decider:
             names = self._rules.ordered(names)
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
-            if not (self._quantized or self._engine.already):
+            if not (self._quantized or self._engine.already) and self._engine.preset.parts:
                 name, reason = next(iter(self._kept.items()), ("", ""))
                 by = "is kept by " if reason.startswith("keep=") else ""
                 why = f": tensor {show(name)} {by}{reason}" if reason else ""

@@ -24,11 +24,12 @@ from ..quant.codes import blocks
 from ..quant.families import preset_of
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
+from .arranging import arranged
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider, check_codes
 from .make import COPIED, Decision, Maker, fill, plan
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
-from .rules import Keep, Rules, Scheme, Summary, arranged, importance_by_name
+from .rules import Keep, Rules, Scheme, Summary, importance_by_name
 
 # ---- quantized ----
 
@@ -123,6 +124,8 @@ def load_quantized(
     check_threads(threads)
     check_codes(requantize, exact)
     preset = preset_of(scheme)
+    if preset is not None and not preset.parts:
+        raise ValueError(f"{preset.name} quantizes nothing: convert writes its folder")
     if preset is not None and (rounding is not None or axis is not None or imatrix is not None):
         raise ValueError(f"{preset.name} does not accept rounding=, axis= or imatrix=")
     if imatrix is not None:

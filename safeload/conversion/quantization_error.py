@@ -14,8 +14,9 @@ from ..core.quantized_tensor import QuantizedTensor
 from ..core.showing import Result, ResultTable, table
 from ..core.text import printable, subject
 from ..errors import exported, public
+from .arranging import like
 from .catalog import Catalog, Given, TensorDescription
-from .rules import like, schema_of, tied_heads
+from .rules import schema_of, tied_heads
 
 
 class _ErrorFields(NamedTuple):

@@ -35,12 +35,13 @@ from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
 from . import decide, executors
+from .arranging import arranged
 from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes, weight_map
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of
-from .rules import Summary, arranged
+from .rules import Summary
 from .sink import CALL, Sink, find_shard, free_names, indexed_names, shared_identity
 
 if TYPE_CHECKING:

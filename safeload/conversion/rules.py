@@ -1,9 +1,4 @@
-"""The rules that select a scheme for each tensor: as requested, as llama.cpp or an engine's tool chooses, or as kept.
-
-A model is presented to an engine as the engine loads it. Transformers stores experts one by one, or fused:
-``gate_up_proj`` [experts, 2 * width, columns] and ``down_proj``. llm-compressor divides fused experts; mlx-lm stacks
-separate experts. Source: mlx-lm ``models/*.py``, ``sanitize``.
-"""
+"""The rules that select a scheme for each tensor: as requested, as llama.cpp or an engine chooses, or as kept."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from fnmatch import fnmatchcase
-from itertools import product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,16 +24,16 @@ from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exporte
 from ..formats import mixtures
 from ..formats.mixtures import ImportanceMatrix, ModelSizes
 from ..models import choosing
-from ..models.choosing import STACK, TIE
+from ..models.choosing import TIE
 from ..models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
-from ..models.family import MlxExperts, changed_by_mlx, engine_model_types, mlx_experts_of
-from ..models.schema import MAX_EXPERTS, Schema
+from ..models.family import changed_by_mlx, engine_model_types, mlx_form, mlx_model_types
+from ..models.schema import Schema
 from ..quant.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ..quant.finder import conv1d_model, is_named_conv1d
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization, activations_of, quantization_of
 from ..remote.url import is_url
-from .catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
+from .catalog import Catalog, RestructuredCatalog, TensorDescription
 from .quantize import WEIGHTS, Encoding, SchemeName, check_importance
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
@@ -54,7 +48,7 @@ _HEADLESS = "embedding"
 # The names in `presets`; MLX's formats have groups of 64 by default, formats of integers groups of 128.
 EngineFormat: TypeAlias = Literal[
     "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128",
-    "w4a16_asym-channel",
+    "w4a16_asym-channel", "mlx",
     "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
     "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
     "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
@@ -406,6 +400,7 @@ def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> A
 
 _WEIGHT = ".weight"
 _IGNORE = "pass ignore= with its name to leave it unquantized"
+_EIGHT_BITS = "mlx8"  # of the modules that mlx-lm quantizes to 8 bits in every format
 # Why a linear module stays unquantized, so that the config must name it.
 _IS_CONV1D = "is a Conv1D, stored as [in, out]"
 _IS_LEFT = "is not quantized in the folder"
@@ -422,8 +417,6 @@ _ROLES_BY_NAME = {
 # Experts, which transformers holds as 3-D parameters; bitsandbytes quantizes only linear modules.
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)\Z")
-# Weights of several matrices, as mlx-lm names them.
-_STACKED = re.compile(r"\.(?:switch_mlp\.[a-z_]+|self_attn\.embed_q|self_attn\.unembed_out)\.weight\Z")
 # Modules that engines merge into a single matrix, so that they must share NVFP4's global scale. Source: llmcompressor
 # 0.14 ``entrypoints/model_free``.
 _FUSED = (
@@ -454,42 +447,57 @@ class EngineRules:
         if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
             self.kept = Kept(keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
+        self._mlx = mlx_form(config) if self.engine.stacks_experts else None
         supported = schema is not None and model_type in engine_model_types()
+        if self.engine.stacks_experts:
+            supported = self._mlx is not None
         self.rule = ""  # which weights are quantized if no family says so
         if not supported and not chosen and isinstance(model_type, str) and not self.engine.stacks_experts:
             self.rule = "every matrix but norms, embeddings, head, routers"
             self.rule = f"no family known for {model_type}: {self.rule}" if schema is None else self.rule
         elif not supported and not chosen:
-            known = ", ".join(sorted(engine_model_types()))
+            known = ", ".join(sorted(mlx_model_types() if self.engine.stacks_experts else engine_model_types()))
             fault = f"does not support model_type {show(model_type)} (supported: {known}): "
             if model_type is None:
                 fault = "needs a config.json with a model_type: pass the folder that has it, or "
             advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
             raise UnsupportedError(f"{preset.name} {fault}{advice}")
-        if self.engine.stacks_experts and changed_by_mlx(config):
+        if chosen and self.engine.stacks_experts and changed_by_mlx(config) and not is_of_mlx(catalog):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
+        self._prefix = "" if self._mlx is None else self._mlx.types[str(model_type)]
         self.schema = schema if supported or self.rule else None
         self._tied = choosing.tied_heads(config, dict.fromkeys(catalog).keys())
-        self._experts = mlx_experts_of(model_type) if self.engine.stacks_experts and supported else None
         self.already: dict[str, str] = {}  # the format of each weight that has it already, by name
         self._written: dict[tuple[Any, ...], tuple[dict[str, Any], packing.Packing]] = {}
+
+    def role(self, name: str) -> str | None:
+        """Return the role of a tensor of the result; None for an unknown one."""
+        if self._mlx is not None:
+            return self._mlx.role(name.removeprefix(self._prefix))
+        return None if self.schema is None else self.schema.role(name)
+
+    @property
+    def _knows_roles(self) -> bool:
+        return self._mlx is not None or self.schema is not None
 
     def plan(self, name: str, about: TensorDescription) -> Planned:
         if not about.floating and about.scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
+        if not self.preset.parts:
+            return Planned(None, f"is not quantized in {self.preset.name}")
         reason = self._reason(name, about.shape)
         if reason is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
-        if self._experts is not None and self._experts.router is not None and _ROUTER.search(name):
-            preset = presets()[self._experts.router]
+        if self._mlx is not None and any(fnmatchcase(name, text + _WEIGHT) for text in self._mlx.eight_bits):
+            preset = presets()[_EIGHT_BITS]
         if self._holds(name, preset):
             self.already[name] = preset.name
             return Planned(None, f"is already {preset.name}", already=True)
         if about.scheme is None and self._is_done:
             return Planned(None, f"{_IS_LEFT}, which is already {self.preset.name}")
-        stacked = self._experts is not None and _STACKED.search(name) is not None
-        if len(shape) != 2 + stacked or not name.endswith(_WEIGHT):
+        axes = (2, 3) if self._mlx is not None else (2,)
+        if len(shape) not in axes or not name.endswith(_WEIGHT):
             what = f"is {len(shape)}-D" if len(shape) != 2 else f"has a name that does not end in {_WEIGHT}"
             text = f"{what}, and {preset.name} quantizes the 2-D weights of linear modules: {_IGNORE}"
             raise error_about(UnsupportedError, text, tensor=name)
@@ -542,10 +550,10 @@ class EngineRules:
         kept = self.kept.reason(name)
         if kept is not None:
             return kept
-        if is_named_conv1d(name) and conv1d_model(self._config) is not None:
+        if self._mlx is None and is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         fused = _FUSED_EXPERTS.search(name) is not None or (bool(self.rule) and len(shape) == 3 and ".experts" in name)
-        role = "weight" if self.schema is None else self.schema.role(name)
+        role = self.role(name) if self._knows_roles else "weight"
         if self.rule and (self.schema is None or role is None):
             roles = (role for role, pattern in _ROLES_BY_NAME.items() if pattern.search(name))
             role = next(roles, "weight" if fused or name.endswith(_WEIGHT) else "buffer")
@@ -558,12 +566,15 @@ class EngineRules:
             return IS_EXPERT
         if role is None:
             return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
-        if (self.schema is not None or self.rule) and len(shape) == 1:
+        if (self._knows_roles or self.rule) and len(shape) == 1:
             return "is 1-D, not 2-D"
         if self.rule and len(shape) != 2 and not fused:
             return f"is {len(shape)}-D, not 2-D"
-        keeps_routers = self._experts is None or self._experts.keeps_routers
-        return "is a router" if keeps_routers and _ROUTER.search(name) else None
+        if self._mlx is not None:
+            kinds = self._mlx.unquantized.items()
+            why = next((why for text, why in kinds if fnmatchcase(name, text)), None)
+            return why if why is not None or name.endswith(_WEIGHT) else "is no matrix of a linear module"
+        return "is a router" if _ROUTER.search(name) else None
 
     def drops(self, name: str) -> bool:
         """Return True for a stored tensor that the engine's tool leaves out."""
@@ -571,16 +582,26 @@ class EngineRules:
 
     def weight_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
         """Return the dtype of a weight before it is quantized: as requested, else the config's, else its own."""
-        row = target or self._usual_dtype() or (about.row if about.scheme is None else _F32)
+        usual = self._usual_dtype() if self._casts or not self.engine.casts or about.scheme is not None else None
+        row = target or usual or (about.row if about.scheme is None else _F32)
         return row if row.code in WEIGHTS else _F32
 
     def kept_dtype(self, about: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype | None:
         """Return the dtype for an unquantized tensor; None leaves it as it is."""
-        if self._experts is not None and about.name.endswith(self._experts.uncast or "\0") and about.scheme is None:
+        uncast = () if self._mlx is None else self._mlx.uncast
+        if about.scheme is None and any(fnmatchcase(about.name, text) for text in uncast):
             return None
-        if target is None and (about.scheme is not None or self.engine.casts):
+        if target is None and (about.scheme is not None or self._casts):
             return self._usual_dtype() or (None if about.scheme is None else _F32)
         return target
+
+    @property
+    def _casts(self) -> bool:
+        """True if the tool converts all tensors to the config's dtype; mlx-lm looks for it in these places only."""
+        inner = (self._config or {}).get("text_config")
+        return self.engine.casts and any(
+            (holder or {}).get(key) for holder, key in ((self._config, "torch_dtype"), (inner, "dtype"))
+        )
 
     def _usual_dtype(self) -> dtypes.Dtype | None:
         """Return the dtype of weights in the config, or None if engines do not quantize from it."""
@@ -611,15 +632,15 @@ class EngineRules:
         for module in (head.removesuffix(_WEIGHT) for head in self._tied if head not in kept):
             left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}  # transformers has it beside the model
         config = config or {}
-        if self.engine.stacks_experts and self.schema is not None and TIE not in config:
-            has_head = any(self.schema.role(name) == "head" for name in (*quantized, *kept))
+        if self._mlx is not None and TIE not in config:
+            has_head = any(self.role(name) == "head" for name in (*quantized, *kept))
             config = {**config, TIE: not has_head}  # mlx-lm's default is not that of transformers
         return self.preset.lay_out(self.preset, config, left, self._exceptions(quantized, names))
 
     def is_described(self, tensors: Iterable[TensorDescription]) -> bool:
         """Return True if the quantization in the source's config describes the result: all codes have the format."""
         own = quantization_of(self._config)
-        kept = all(about.scheme is None or about.name in self.already for about in tensors)
+        kept = bool(self.preset.parts) and all(x.scheme is None or x.name in self.already for x in tensors)
         return kept and own is not None and activations_of(own) == activations_of(self.quantization({}))
 
     def quantization(self, quantized: Mapping[str, str]) -> Quantization:
@@ -637,170 +658,13 @@ class EngineRules:
         }
 
 
+def is_of_mlx(catalog: Catalog) -> bool:
+    """Return True for tensors that mlx-lm, or a conversion for it, has written."""
+    quantization = quantization_of(catalog.config)
+    return catalog.metadata.get("format") == "mlx" or (quantization is not None and quantization.method == "mlx")
+
+
 def not_as_in_mlx(model_type: object) -> str:
     """Return why a model's tensors of MLX are not those of transformers."""
     stored = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names)"
     return f"{stored}, and safeload does not know the differences"
-
-
-# ---- tensors as an engine loads them ----
-
-_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,9})\.", re.ASCII)
-# Fused experts of a layer, and the separate experts in it.
-_FUSED_WEIGHT = re.compile(r"(.*layers\.[0-9]+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?", re.ASCII)
-_FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_OTHER_HALF = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
-_FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
-
-
-def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | None = None) -> Catalog:
-    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
-
-    The layers are complete unless ``results`` names the tensors to make, as planned with the whole model.
-    """
-    model_type = None if catalog.config is None else catalog.config.get("model_type")
-    if not isinstance(model_type, str):
-        return catalog
-    experts = mlx_experts_of(model_type) if preset.engine.stacks_experts else None
-    divides = preset.engine.quantizes_experts
-    fused = [name for name in catalog if _FUSED_WEIGHT.fullmatch(name)] if divides else []
-    if divides and model_type not in _FUSED_TYPES:
-        known = model_type in engine_model_types()
-        fused = [] if known else [name for name in fused if _shows_rows(catalog, name, results)]
-    if experts is None and not fused:
-        return catalog
-    catalog.refuse_codes(catalog, f"convert to {preset.name}")
-    parts = _parts(catalog, fused)
-    recipes = parts if experts is None else _stacked(catalog, preset, experts, parts)
-    if results is None and experts is not None:  # mlx-lm's model has the layers of the config
-        layers = {int(match[1]): name for name in recipes if (match := _LAYER.match(name))}
-        count = _size(catalog, "num_hidden_layers")
-        beyond = next((layer for layer in sorted(layers) if layer >= count), None)
-        if beyond is not None:
-            text = f"{preset.name}: mlx-lm does not load layer {beyond}, because the config has {count} layers: "
-            text += f"leave it out in a conversion before this one, with drop= and model.layers.{beyond}.*"
-            raise UnsupportedError(text, tensor=layers[beyond])
-        sparse = {int(match[1]) for name in recipes if STACK in name and (match := _LAYER.match(name))}
-        dense = min(layers.keys() - sparse, default=None)
-        if experts.in_every_layer and dense is not None:
-            text = f"{preset.name}: layer {dense} has no experts, and mlx-lm expects experts in every layer"
-            raise UnsupportedError(text, tensor=layers[dense])
-    return RestructuredCatalog(
-        catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
-    )
-
-
-def like(catalog: Catalog, other: Catalog) -> Catalog:
-    """Return the tensors with experts as the other catalog stores them: stacked or separate."""
-    names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
-    if any(STACK in name for name in theirs) and not any(STACK in name for name in names):
-        return arranged(catalog, presets()["mlx4"])
-    if any(map(_FUSED_WEIGHT.fullmatch, names)) and not any(map(_FUSED_WEIGHT.fullmatch, theirs)):
-        return arranged(catalog, presets()["w4a16"])
-    return catalog
-
-
-def _shows_rows(catalog: Catalog, name: str, results: Collection[str] | None) -> bool:
-    """Return True if the shapes of fused experts show that rows are outputs, as in most families."""
-    block, _, module = name.rpartition(".experts.")
-    if results is not None:
-        return any(result.startswith(f"{block}.experts.") and _EXPERT.search(result) for result in results)
-    other = f"{block}.experts.{_OTHER_HALF[module.removesuffix(_WEIGHT)]}{_WEIGHT if module.endswith(_WEIGHT) else ''}"
-    shapes = [catalog.about(each).shape for each in sorted((name, other)) if each in catalog]
-    if len(shapes) != 2 or {len(shape) for shape in shapes} != {3}:
-        return False
-    (_, outputs, width), (_, rows, columns) = shapes  # of gate_up_proj last
-    return (rows, columns) == (2 * width, outputs)
-
-
-def _parts(catalog: Catalog, fused: Collection[str]) -> dict[str, TensorRecipe]:
-    """Return all tensors of a model, with separate experts."""
-    parts = {}
-    for name in catalog:
-        shape = tuple(catalog.about(name).shape)
-        match = _FUSED_WEIGHT.fullmatch(name) if name in fused else None
-        if match is None or len(shape) != 3:
-            parts[name] = TensorRecipe(shape, (Move(name),))
-            continue
-        modules = _FUSED_PARTS[match[2]]
-        if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
-            raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
-        rows = shape[1] // len(modules)
-        for expert, (k, module) in product(range(shape[0]), enumerate(modules)):
-            part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
-            full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
-            if full in catalog:
-                raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
-            parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
-    return parts
-
-
-# ---- mlx-lm ----
-
-
-def _stacked(
-    catalog: Catalog, preset: Preset, experts: MlxExperts, parts: Mapping[str, TensorRecipe]
-) -> dict[str, TensorRecipe]:
-    """Return the recipes of a model for mlx-lm, in the order of their first source."""
-    block, names = rf"model\.layers\.[0-9]+\.{re.escape(experts.block)}", "|".join(map(re.escape, experts.modules))
-    expert = re.compile(rf"({block})\.experts\.(0|[1-9][0-9]{{0,9}})\.({names})\.weight", re.ASCII)
-    recipes: dict[str, TensorRecipe] = {}
-    stacks: dict[str, dict[int, TensorRecipe]] = {}
-    for name, part in parts.items():
-        match, layer = expert.fullmatch(name), _LAYER.match(name)
-        dropped = name.startswith(experts.dropped or "\0")
-        if dropped and layer is not None and int(layer[1]) >= _size(catalog, "num_hidden_layers"):
-            continue  # mlx-lm leaves out layers beyond the last
-        if match is not None:
-            stack = f"{match[1]}{STACK}{experts.modules[match[3]]}{_WEIGHT}"
-            recipes.setdefault(stack, TensorRecipe((), ()))
-            stacks.setdefault(stack, {})[int(match[2])] = part
-        elif experts.split_heads and name.endswith(".self_attn.kv_b_proj.weight"):
-            recipes.update(_heads(catalog, name, part))
-        elif ".experts." in name:
-            raise UnsupportedError(f"{preset.name}: mlx-lm has no tensor {show(name)}", tensor=name)
-        else:
-            recipes[name] = part
-    key = experts.renamed if experts.renamed in (catalog.config or {}) else experts.experts
-    recipes.update((stack, stack_of(catalog, stack, _size(catalog, key), each)) for stack, each in stacks.items())
-    return recipes
-
-
-def stack_of(catalog: Catalog, name: str, count: int, members: Mapping[int, TensorRecipe]) -> TensorRecipe:
-    """Return the recipe of a stack of this many experts."""
-    missing = next((k for k in range(count) if k not in members), None)
-    if missing is not None or len(members) != count:
-        fault = f"expert {missing} is missing" if missing is not None else f"it has {len(members)} experts"
-        raise error_about(FormatError, f"needs {count} experts, but {fault}", path=catalog.title, tensor=name)
-    shapes = {part.shape for part in members.values()}
-    if len(shapes) > 1:
-        text = "is a stack of experts, but these have different shapes"
-        raise error_about(FormatError, text, path=catalog.title, tensor=name)
-    moves = (members[k].moves[0]._replace(written=TensorView(k)) for k in range(count))
-    return TensorRecipe((count, *shapes.pop()), tuple(moves))
-
-
-def _heads(catalog: Catalog, name: str, part: TensorRecipe) -> dict[str, TensorRecipe]:
-    """Divide the up-projection of latent attention by heads."""
-    heads, keys, values = (_size(catalog, key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
-    if len(part.shape) != 2 or heads > MAX_EXPERTS or part.shape[0] != heads * (keys + values):
-        text = f"{list(part.shape)} does not have {heads} heads of {keys} + {values} rows"
-        raise error_about(FormatError, text, tensor=name)
-    module, columns, source = name.removesuffix("kv_b_proj.weight"), part.shape[1], part.moves[0].source
-
-    def rows(head: int, begin: int, end: int) -> TensorView:
-        return TensorView(rows=slice(head * (keys + values) + begin, head * (keys + values) + end))
-
-    embed = (Move(source, rows(k, 0, keys), TensorView(k, transposed=True)) for k in range(heads))
-    unembed = (Move(source, rows(k, keys, keys + values), TensorView(k)) for k in range(heads))
-    return {
-        f"{module}embed_q.weight": TensorRecipe((heads, columns, keys), tuple(embed)),
-        f"{module}unembed_out.weight": TensorRecipe((heads, values, columns), tuple(unembed)),
-    }
-
-
-def _size(catalog: Catalog, key: str) -> int:
-    value = (catalog.config or {}).get(key)
-    if type(value) is not int or value <= 0:
-        raise FormatError(f"config.json: {key} must be a positive integer, got {show(value)}", catalog.title)
-    return value

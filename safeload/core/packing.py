@@ -242,6 +242,7 @@ ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for roundin
 _MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
 ENGINE_FORMATS = (
     *("w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8"),
+    "mlx",
     *_MLX,
     *("mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4"),
 )
@@ -300,7 +301,6 @@ _MEANT = {
         "fp8": ("fp8_dynamic", "fp8_block", "deepseek_fp8", "mlx-mxfp8", "w8a8"),
         "gptq": ("w4a16", "w8a16", "w4a16_asym", "mlx4", "q4_k"),
         "awq": ("w4a16_asym", "w4a16", "w8a16", "mlx4", "q4_k"),
-        "mlx": ("mlx4", "mlx8", "mlx6", "mlx5", "mlx3"),
         "gguf": ("q4_k", "q8_0", "q6_k", "q5_k", "q4_0"),
     }.items()
     for name in names.split()

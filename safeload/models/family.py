@@ -8,14 +8,13 @@ A file is named after its family, and says of it what is needed to check, conver
 
 - ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
   removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
-  fields, fields of `_OWN_GGUF` and an absent ``gguf`` are not inherited.
+  fields, fields of `_OWN_FORM`, and an absent ``gguf`` or ``mlx`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
 - ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
 - ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
   config; an expression counts for null too. llama.cpp's converter writes such values too.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
-- ``mlx``: present if mlx-lm 0.32 has the tensors as transformers does, apart from the experts of a layer, which it
-  stacks: the fields of `MlxExperts`. Source: mlx-lm ``models/*.py``, ``sanitize``.
+- ``mlx``: how mlx-lm 0.32 has the family, in both directions, see below; without ``gguf``, empty: as transformers does.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
 
 A file without ``architectures`` is a variant: another ``gguf`` of the family that it is like, for the configs ``when``.
@@ -77,7 +76,19 @@ The fields of ``gguf``:
 - ``complete``: true if tensors without which llama.cpp computes something else must be in a model whose config
   implies such tensors.
 
-Source: llama.cpp, conversion/, src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
+The fields of ``mlx``:
+
+- ``types``: each ``model_type`` of a whole model, with what stands before all names; by default those of the family.
+- ``tensors``: those with other names or values than in transformers, as in ``gguf``. A published tensor with a ``when``
+  that is 0 is left out. ``renames``: beginnings of the names of the others. ``left_out``, ``kept_layers`` and ``tied``:
+  as in ``gguf``.
+- ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
+  patterns of modules with 8 bits. ``uncast``: patterns of tensors that keep their dtype.
+- ``newer_keys``: the key of transformers 5 for a key of the config. ``knows_rope_parameters``: true if mlx-lm reads the
+  rotations of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.
+
+Sources: mlx-lm ``models/*.py``: ``sanitize``, ``quant_predicate`` and ``cast_predicate``; llama.cpp, conversion/,
+src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
 """
 
 from __future__ import annotations
@@ -97,17 +108,16 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in
+from .schema import MAX_LAYERS, PLACEHOLDER, PREFIX, WEIGHT, Config, ConfigError, Schema, language_of, listed_in
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
 _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
 _OWN |= {"omitted"}
-# Fields of ``gguf`` that a family does not inherit.
-_OWN_GGUF = {"classes", "nested", "text_type"}
+# Fields of ``gguf`` and ``mlx`` that a family does not inherit.
+_OWN_FORM = {"classes", "nested", "text_type", "types"}
 # Fields of ``gguf`` that are not attributes, or others.
 _READ_OTHERWISE = {"keys", "rope", "windows", "defaults", "tensors", "layers", "more_layers", "classes", "without"}
-_USUAL = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 _Content = Mapping[str, Any]
 
@@ -189,7 +199,12 @@ class GgufLayout(NamedTuple):
 
     def of_experts(self, name: str) -> bool:
         """Return True if the published tensor has the matrices of all experts, in parts or transposed."""
-        return self.part is not None or (self.transposed and "_exps." in name)
+        return self.part is not None or (self.transposed and is_of_experts(name))
+
+
+def is_of_experts(name: str) -> bool:
+    """Return True for a tensor of llama.cpp or mlx-lm with the matrices or biases of all experts."""
+    return any(part in name for part in ("_exps.", ".switch_mlp.", ".switch_glu.", ".experts."))
 
 
 class GgufRope(NamedTuple):
@@ -256,6 +271,9 @@ class GgufForm:
     tokenizer: str | None = None
     pooling = False
 
+    engine = "llama.cpp"
+    leaves_out = False  # a published tensor that nothing needs is left out without a word
+
     def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
         self._family = family
         self._content = content = family["gguf"]
@@ -268,6 +286,11 @@ class GgufForm:
         self.defaults: Mapping[str, int | str] = family["defaults"]  # of the config
         self.omitted: Mapping[str, Any] = family.get("omitted", {})
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
+
+    @property
+    def holder(self) -> str:
+        """What has the tensors, in messages."""
+        return f"{self.engine}'s {self.architecture}"
 
     @property
     def embedding(self) -> str:
@@ -311,7 +334,10 @@ class GgufForm:
     @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
         """Published tensors of each tensor of a file, with their layouts; ``{}`` stands for numbers."""
-        origins = ((name, entry.get("from", {})) for name, entry in self._content["tensors"].items())
+        return self._table()
+
+    def _table(self) -> dict[str, dict[str, GgufLayout]]:
+        origins = ((name, entry.get("from", {})) for name, entry in self._content.get("tensors", {}).items())
         tables = ((name, {origin: {}} if isinstance(origin, str) else origin) for name, origin in origins)
         return {name: {source: GgufLayout(**fields) for source, fields in table.items()} for name, table in tables}
 
@@ -374,19 +400,80 @@ def is_kept_f32(name: str) -> bool:
     return name.endswith(kept) or not name.endswith(".weight")
 
 
-class MlxExperts(NamedTuple):
-    """How mlx-lm stores and quantizes the experts of a family."""
+class MlxForm(GgufForm):
+    """How mlx-lm has a family: its own table of tensors, and the keys of the config that llama.cpp's form names."""
 
-    experts: str  # key of config.json: their number
-    renamed: str | None = None  # that key in transformers 5
-    block: str = "mlp"  # module of a layer that holds the experts
-    modules: Mapping[str, str] = MappingProxyType(_USUAL)  # stack of each module
-    router: str | None = None  # format of routers; None for that of other modules
-    keeps_routers: bool = False  # True if routers are not linear modules
-    in_every_layer: bool = False  # True if no layer can be without experts
-    split_heads: bool = False  # True to divide ``kv_b_proj`` by heads
-    dropped: str | None = None  # prefix of tensors that are left out
-    uncast: str | None = None  # suffix of tensors that keep their dtype
+    engine = "mlx-lm"
+    leaves_out = True
+
+    def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
+        super().__init__(family, class_name, model_types)
+        self._content = content = family["mlx"]
+        self.types: Mapping[str, str] = content.get("types") or dict.fromkeys(model_types, "")
+        self.left_out = content.get("left_out", {})
+        self.kept_layers = content.get("kept_layers")
+        self.tied = content.get("tied", False)
+        self.renames, self.counted, self.complete = {}, {}, False
+        self.eight_bits: tuple[str, ...] = content.get("eight_bits", ())
+        self.unquantized: Mapping[str, str] = content.get("unquantized", {})
+        self.uncast: tuple[str, ...] = content.get("uncast", ())
+        self.knows_rope_parameters: bool = content.get("knows_rope_parameters", False)
+        self.newer_keys: Mapping[str, str] = content.get("newer_keys", {})
+        self.in_every_layer: str | None = content.get("in_every_layer")
+
+    @property
+    def holder(self) -> str:
+        return self.engine
+
+    @property
+    def embedding(self) -> str:
+        embeddings = (name for name, role in self._published.items() if role == "embedding")
+        return ".".join(next(embeddings).split(".")[-2:])
+
+    @property
+    def prefix(self) -> str:
+        prefix: str = next(iter(self._family.get("prefixes", ("",))))
+        return prefix
+
+    @cached_property
+    def head(self) -> str:
+        heads = (name for name, role in self._published.items() if role == "head")
+        return next(heads, "lm_head.weight")
+
+    @cached_property
+    def _published(self) -> dict[str, str]:
+        """The role of each published tensor, with ``{}`` for numbers; without a schema, of llama.cpp's sources."""
+        named = {}
+        for entry in self.published.entries:
+            for name in (entry.name, *entry.also):
+                named[PLACEHOLDER.sub(PLACE, name.replace(PREFIX, self.prefix))] = entry.role
+        if named:
+            return named
+        tensors = self._family["gguf"]["tensors"].values()
+        sources = ((entry.get("from", {}), entry.get("role", WEIGHT)) for entry in tensors)
+        return {name: role for origin, role in sources for name in ((origin,) if isinstance(origin, str) else origin)}
+
+    @cached_property
+    def layouts(self) -> dict[str, dict[str, GgufLayout]]:
+        """Published tensors of each tensor, with their layouts; those that the table does not name keep their own."""
+        own = self._table()
+        named = {source for sources in own.values() for source in sources}
+        begins = self._content.get("renames", {}).items()
+        for name in self._published:
+            if name not in named and not any(fnmatchcase(name, text) for text in self.left_out):
+                place = next((new + name.removeprefix(old) for old, new in begins if name.startswith(old)), name)
+                own.setdefault(place, {})[name] = GgufLayout()
+        return own
+
+    @property
+    def changes(self) -> bool:
+        """True if names or values differ from those of transformers."""
+        return any(name not in sources or sources[name] != GgufLayout() for name, sources in self.layouts.items())
+
+    def role(self, name: str) -> str | None:
+        """Return the role of a tensor of mlx-lm, without what stands before all names."""
+        sources = self.layouts.get(without_numbers(name)[0])
+        return None if sources is None else self._published.get(next(iter(sources)), WEIGHT)
 
 
 class FamilyFile:
@@ -405,7 +492,8 @@ class FamilyFile:
         self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
         self.in_engines: bool = own.get("engines", False)
         self.in_mlx = "mlx" in own
-        self.mlx_experts = MlxExperts(**own["mlx"]) if own.get("mlx") else None
+        # Types of whole models, which can have another one inside.
+        self.mlx_types: tuple[str, ...] = tuple(own.get("mlx", {}).get("types", self.model_types))
         self.in_gguf = "gguf" in own
         self.gguf_classes: tuple[str, ...] = own.get("gguf", {}).get("classes", ())
         # Of language models, inside another model too.
@@ -419,6 +507,11 @@ class FamilyFile:
     def schema(self) -> Schema:
         """The published tensors."""
         return Schema.of(self.name, _merged(self.name))
+
+    @cached_property
+    def mlx(self) -> MlxForm:
+        """The tensors in mlx-lm, if it has the family."""
+        return MlxForm(_merged(self.name), self.architectures[0], self.model_types)
 
     @cached_property
     def gguf(self) -> GgufForm:
@@ -440,9 +533,9 @@ def _merged(name: str) -> _Content:
     if "like" not in own:
         return own
     inherited = _merged(own["like"])
-    base = {key: value for key, value in inherited.items() if key not in _OWN or (key == "gguf" and key in own)}
-    if "gguf" in base:
-        base["gguf"] = {key: value for key, value in base["gguf"].items() if key not in _OWN_GGUF}
+    forms = {key: inherited[key] for key in ("gguf", "mlx") if key in own and key in inherited}
+    base = {key: value for key, value in inherited.items() if key not in _OWN}
+    base |= {key: {k: v for k, v in form.items() if k not in _OWN_FORM} for key, form in forms.items()}
     return _over(base, own)
 
 
@@ -502,15 +595,26 @@ def engine_model_types() -> list[str]:
     return [name for family in family_files().values() if family.in_engines for name in family.model_types]
 
 
-def mlx_experts_of(model_type: object) -> MlxExperts | None:
-    """Return how mlx-lm stores the experts of a model, or None if it has none."""
-    return next((family.mlx_experts for family in family_files().values() if model_type in family.model_types), None)
+def mlx_form(config: Mapping[str, Any] | None) -> MlxForm | None:
+    """Return how mlx-lm has a model, or None if nothing is known of its tensors there."""
+    config = config or {}
+    whole, inner = config.get("model_type"), language_of(config).get("model_type")
+    families = [each for each in family_files().values() if whole in each.mlx_types and each.in_mlx and each.in_gguf]
+    families.sort(key=lambda family: inner not in family.model_types)
+    return families[0].mlx if families else None
+
+
+def mlx_model_types() -> set[str]:
+    """Return the types of the models that can be written for mlx-lm."""
+    return {name for family in family_files().values() if family.in_mlx and family.in_gguf for name in family.mlx_types}
 
 
 def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
     """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
-    model_type = (config or {}).get("model_type")
-    known = (family.model_types for family in family_files().values() if family.in_mlx)
+    form, model_type = mlx_form(config), (config or {}).get("model_type")
+    if form is not None:
+        return form.changes or form.types[str(model_type)] != ""
+    known = (family.model_types for family in family_files().values() if family.in_mlx and not family.in_gguf)
     return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
@@ -595,7 +699,7 @@ class ModelFamily(NamedTuple):
         gguf: architecture that `safeload.convert` writes to GGUF files and reads from them; "" if llama.cpp is not
             supported.
         engines: True if whole models can be written in the formats of engines, such as "w4a16".
-        mlx: True if folders of mlx-lm can be converted to other formats.
+        mlx: True if folders of mlx-lm can be converted to other formats, and written if the family has a class.
         way_back: True if `safeload.convert` makes folders for transformers of GGUF files.
         mmproj: True if it writes vision and audio towers for llama.cpp; no family has that yet.
 

@@ -11,7 +11,9 @@ from typing import Any
 from ..core import native
 from ..core.packing import BIAS, GLOBAL, MLX, MLX_GLOBAL, SCALE, STORED, Packing
 from ..core.text import show
-from ..models.family import mlx_experts_of
+from ..models.choosing import TIE
+from ..models.family import MlxForm, mlx_form
+from ..models.schema import LANGUAGE
 from .families import Engine, Family, Preset, StoredPart, parts_of
 from .packed_group import Misfit, PackedGroup, Refused, whole_grid
 from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
@@ -88,16 +90,37 @@ def lay_out(
     mode = preset.name.removeprefix("mlx-") if preset.name.startswith("mlx-") else "affine"
     own = {module: {"group_size": other.group, "bits": other.bits} for module, other in exceptions.items()}
     settings = {"group_size": preset.group, "bits": preset.bits, "mode": mode, **own}
+    codes = {MLX_KEY: settings, QUANTIZATION: settings} if preset.parts else {}
     kept = {k: v for k, v in without_quantization(config).items() if k not in ("_name_or_path", "vision_config")}
-    return dict(sorted({**_with_older_keys(kept), MLX_KEY: settings, QUANTIZATION: settings}.items()))
+    form = mlx_form(config)
+    for key in LANGUAGE:  # mlx-lm reads all settings of a language model there
+        if isinstance(kept.get(key), Mapping):
+            tie = {TIE: kept[TIE]} if TIE in kept and TIE not in kept[key] else {}
+            kept[key] = {**_with_older_keys(kept[key], form), **tie}
+    return dict(sorted({**_with_older_keys(kept, form), **codes}.items()))
 
 
-def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:
     """Add the keys of transformers 4, which mlx-lm reads, beside their new names in transformers 5.
 
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
-    rope = mapping(config.get("rope_parameters"))
+    added = {key: value for key, value in _older_keys(config, form).items() if config.get(key) is None}
+    return {**config, **added}
+
+
+def without_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:
+    """Return a config of transformers 5 without the same settings under older keys, in its language model too."""
+    older = _older_keys(config, form)
+    return {
+        key: without_older_keys(value, form) if key in LANGUAGE and isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in older or older[key] != value
+    }
+
+
+def _older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:
+    rope = mapping(config.get("rope_parameters")) if form is None or not form.knows_rope_parameters else {}
     sliding, full = rope.get("sliding_attention"), rope.get("full_attention")  # Gemma 3: by the kind of layer
     older: dict[str, Any] = {"rope_local_base_freq": mapping(sliding).get("rope_theta")}
     rope = full if isinstance(full, Mapping) else rope
@@ -105,10 +128,9 @@ def _with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind != "default":
         older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
-    experts = mlx_experts_of(config.get("model_type"))
-    if experts is not None and experts.renamed is not None and config.get(experts.renamed) is not None:
-        older[experts.experts] = config[experts.renamed]
-    return {**config, **{k: value for k, value in older.items() if value is not None and config.get(k) is None}}
+    for key, name in form.newer_keys.items() if form is not None else ():
+        older[key] = older.get(name, config.get(name))
+    return {key: value for key, value in older.items() if value is not None}
 
 
 _ENGINE = Engine(
@@ -131,6 +153,7 @@ def _affine(bits: int, group: int, suffix: str = "") -> Preset:
 
 
 PRESETS = [
+    Preset("mlx", _ENGINE, native.lib.SL_ENCODE_MLX, 0, None, {}, lay_out),  # nothing is quantized
     *(_affine(bits, _MLX_GROUP) for bits in _BITS),
     *(_affine(bits, group, f"-g{group}") for bits in _BITS for group in _GROUPS),
     Preset("mlx-mxfp4", _ENGINE, native.lib.SL_ENCODE_MLX_MXFP4, 4, 32, _MODE, lay_out),

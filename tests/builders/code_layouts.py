@@ -168,7 +168,7 @@ def write(folder, made, dtype="float16"):
     settings = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype, "hidden_size": columns,
         "intermediate_size": rows, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "vocab_size": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        "vocab_size": 32, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     }  # fmt: skip
     own = (
         {"quantization": config, "quantization_config": config} if "mode" in config else {"quantization_config": config}

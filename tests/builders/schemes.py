@@ -17,4 +17,6 @@ def _help():
     return text.getvalue()
 
 
-ENGINE_FORMATS = re.search(r"also the formats of engines: (.*)", _help())[1].split(", ")
+# Without "mlx", which quantizes nothing.
+_LISTED = re.search(r"also the formats of engines: (.*)", _help())[1].split(", ")
+ENGINE_FORMATS = [name for name in _LISTED if name != "mlx"]

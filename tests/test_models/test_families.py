@@ -93,6 +93,10 @@ def test_nine_in_ten_downloads_become_a_gguf():
     assert share_of(lambda config: model_families.gguf_form(config)[1] is not None) >= 90
 
 
+def test_nine_in_ten_downloads_become_a_folder_for_mlx():
+    assert share_of(lambda config: model_families.mlx_form(config) is not None) >= 90
+
+
 def test_more_are_checked_by_a_schema():
     known = {model_type for family in safeload.families() if family.schema for model_type in family.model_types}
     assert (

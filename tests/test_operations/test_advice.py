@@ -65,7 +65,6 @@ NEAREST = {
     "Q8": "int8",
     "q40": "q4_0",
     "q4-0": "q4_0",
-    "mlx": "mlx4",
     "bnb": "bnb_nf4",
     "w8a61": "w8a16",
     "deepseek": "deepseek_fp8",

@@ -367,8 +367,8 @@ def broken_experts(fault):
         ("dense", "layer 1 has no experts"),
         ("count", "num_experts must be a positive integer"),
         ("layer", "mlx-lm does not load layer 2"),
-        ("bias", "mlx-lm has no tensor"),
-        ("width", "does not hold experts"),
+        ("bias", "mlx-lm has no such tensor"),
+        ("width", "does not hold gate and up of experts"),
     ],
 )
 def test_experts_that_mlx_does_not_load_are_refused(tmp_path, fault, message):
@@ -404,7 +404,7 @@ def test_fused_experts_that_no_tool_divides_are_refused(tmp_path):
     settings, weights = expert_model("mixtral")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     source = write_folder(tmp_path, settings, {**weights, name: np.ones((3, 256, 128), np.float32)}, shards=1)
-    for quantize, message in (("w4a16", "is 3-D"), ("mlx4", "mlx-lm has no tensor")):
+    for quantize, message in (("w4a16", "is 3-D"), ("mlx4", "mlx-lm has no such tensor")):
         with pytest.raises(UnsupportedError, match=message) as caught:
             safeload.convert(source, tmp_path / "out", quantize=quantize)
         assert caught.value.tensor == name
@@ -631,8 +631,10 @@ def test_an_existing_folder_is_replaced_only_with_overwrite(llama, tmp_path):
 
 
 def test_models_that_an_engine_does_not_have_are_refused(tmp_path):
-    source = write_folder(tmp_path, *small("gpt2"))
-    for name, message in (("mlx4", "gpt2"), ("w4a16", "no tensor is left to quantize")):  # all are Conv1D
+    refused = (("bert", "mlx4", "bert"), ("gpt2", "w4a16", "no tensor is left to quantize"))  # all are Conv1D
+    for model, name, message in refused:
+        (tmp_path / model).mkdir()
+        source = write_folder(tmp_path / model, *small(model))
         with pytest.raises(UnsupportedError, match=message):
             safeload.convert(source, tmp_path / "out", quantize=name)
 

@@ -12,21 +12,15 @@ import safeload
 from safeload.numpy import save_file
 
 FIXTURE = FIXTURES["mlx_affine4_g64"]
+# Models of which safeload does not know how mlx-lm stores them.
 CHANGED = [
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba", "falcon_h1"),
-    *(
-        "nemotron_h",
-        "jamba",
-        "granitemoe",
-        "granitemoehybrid",
-        "gpt2",
-        "gpt_neox",
-        "gptj",
-        "gemma3",
-        "gemma3n",
-        "gpt_oss",
-    ),
-    *("apertus", "baichuan_m1", "kimi_linear", "recurrent_gemma", "rwkv7", "step3p5", "plamo2", "some_new_model"),
+    *("falcon_h1", "jamba", "gptj", "gemma3n", "apertus", "baichuan_m1", "kimi_linear", "recurrent_gemma", "rwkv7"),
+    *("step3p5", "plamo2", "some_new_model"),
+]
+# Models with other names or values in mlx-lm.
+KNOWN = [
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba", "nemotron_h"),
+    *("granitemoe", "granitemoehybrid", "gpt2", "gpt_neox", "gemma3", "gemma4", "qwen2_5_vl"),
 ]
 
 
@@ -47,6 +41,22 @@ def test_a_folder_for_transformers_is_refused_by_name(model_type, folder, tmp_pa
     source = folder(model_type=model_type)
     for options in ({"dtype": "bfloat16"}, {"quantize": "q8_0"}, {"dtype": "float32", "resume": True}):
         with pytest.raises(safeload.UnsupportedError, match=f"does not store '{model_type}' as transformers does"):
+            safeload.convert(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_tensors_that_mlx_lm_does_not_have_are_refused_by_name(model_type, folder, tmp_path):
+    source = folder(model_type=model_type)
+    for options in (
+        {"dtype": "bfloat16"},
+        {"quantize": "q8_0"},
+        {"quantize": "w4a16"},
+        {"dtype": "float32", "resume": True},
+    ):
+        with pytest.raises(
+            safeload.SafeloadError, match=r"such tensor.*raw=True|no class of its own|config.json lacks"
+        ):
             safeload.convert(source, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -77,11 +87,13 @@ def test_another_engine_gets_nothing_from_an_unquantized_mlx_folder(tmp_path):
     (source / "config.json").write_text(json.dumps({"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}))
     with pytest.raises(safeload.UnsupportedError, match="does not store 'lfm2'"):
         safeload.convert(source, tmp_path / "out", quantize="w4a16", only="*")
-    assert safeload.convert(source, tmp_path / "cast", dtype="float16").tensors == 1  # still a folder for MLX
+    with pytest.raises(safeload.UnsupportedError, match="transformers has no such tensor"):
+        safeload.convert(source, tmp_path / "out", dtype="float16")
+    assert safeload.convert(source, tmp_path / "copy").tensors == 1  # still a folder for MLX
 
 
 @pytest.mark.parametrize("scheme", ["mlx4", "mlx8", "mlx-mxfp4"])
-@pytest.mark.parametrize("model_type", ["qwen3_5", "lfm2", "falcon_h1", "gpt2", "mamba"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "jamba", "rwkv7"])
 def test_writing_for_mlx_is_refused_by_name(scheme, model_type, tmp_path):
     source = tmp_path / "model"
     source.mkdir()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
-from fnmatch import fnmatchcase
-from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,28 +19,33 @@ from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
 from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, diffusion_models, has_marks, original_shape, prefix_of
 from ...models.family import (
-    PLACE,
     GgufForm,
-    GgufLayout,
     gguf_architectures,
     gguf_form,
     is_kept_f32,
-    without_numbers,
 )
-from ...models.module_names import stored_names
-from ...models.schema import MAX_EXPERTS, NUMBER, language_of
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import Arrangement, Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
-from ..rules import stack_of
+from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe
+from ..forms import (
+    NAME_PREFIX,
+    SINGLE,
+    config_of_text,
+    counted,
+    has_towers,
+    laid_out,
+    published_recipes,
+    some_of,
+    text_form_of,
+)
 from .sentencepiece import MAX_PIECES
-from .settings import ROPE_TENSORS, ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
+from .settings import ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
 from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, skeleton, tokenizer_keys
 from .tokenizer_files import kept_json, tokenizer_files
 
 # safeload's keys for the way back.
 _CONFIG = "config"
-_EXPERTS, _NAME_PREFIX = f"{KEPT}experts", f"{KEPT}prefix"
+_EXPERTS = f"{KEPT}experts"
 _VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
 # Longest name to write.
 _LONGEST = 200
@@ -65,33 +68,6 @@ _POOLINGS = (
 )
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
-SINGLE, FUSED = "single", "fused"
-
-# Suffixes of buffers that llama.cpp computes itself.
-_BUFFERS = (".attention.masked_bias", ".attention.bias", ".rotary_emb.inv_freq")
-# What every family leaves out, with the reason.
-_LEFT_OUT = {
-    f"*.{name}": "scales of the KV cache"
-    for name in ("k_scale", "v_scale", "kv_scale", "k_cache_scale", "v_cache_scale", "kv_cache_scaling_factor")
-}
-# Reasons that no warning tells, because nothing is lost.
-_BUFFER, _TIED = "a buffer that llama.cpp computes", "tied to the embedding"
-_UNSAID = (_BUFFER, _TIED)
-# Parts of names in models of text and images or sound, which llama.cpp's converter drops from the language model too.
-_LANGUAGE = "language_model."
-_TOWERS = (
-    *("mlp", "vit.", "vpm.", "siglip2.", "conformer.", "merger.", "resampler.", "sound_encoder.", "sound_projection."),
-    "speech_embeddings.",
-)
-_TOWER_PARTS = (
-    *("visual.", "vision.", "audio.", "talker.", "vision_", "audio_", "token2wav.", "code2wav.", "projector."),
-    *("pre_mm_projector_norm", "image_newline", "view_seperator", "patch_embed", "patch_merger.", "patch_merge_mlp."),
-    "model.connector.",
-)
-# Keys of their configs, which older versions of transformers have beside the keys of the language model.
-_TOWER_CONFIGS = ("vision_config", "audio_config")
-_MOST_SHOWN = 3
-
 
 def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, GgufForm]:
     """Return a model with a config, of its own or that of a file of llama.cpp, and the family of both."""
@@ -109,7 +85,7 @@ def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, G
     if not model.config:
         model = copy(model)
         model.config = dict(values or {})
-    config = ModelConfig({**(model.config or {}), **_counted(model, form)}, model.title, form)
+    config = ModelConfig({**(model.config or {}), **counted(model, form)}, model.title, form)
     return model, config, form
 
 
@@ -125,13 +101,11 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         text = f"architecture {show(name)} cannot be converted for llama.cpp; `safeload families` lists what can"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
     catalog.refuse_codes(catalog, "convert for llama.cpp")
-    config = ModelConfig({**(catalog.config or {}), **_counted(catalog, form)}, catalog.title, form)
+    config = ModelConfig({**(catalog.config or {}), **counted(catalog, form)}, catalog.title, form)
     settings, factors = settings_of(config, form)
-    recipes, experts, left_out, unknown = laid_out(catalog, config, form)
-    for reason, names in left_out.items():
-        if reason not in _UNSAID:
-            warning("%s: left out (%s): %s", catalog.title, reason, _some_of(names))
-    _refuse(unknown, catalog.title, f"llama.cpp's {form.architecture}")
+    laid = laid_out(catalog, config, form)
+    laid.tell(catalog.title, form)
+    recipes, experts = laid.recipes, laid.experts
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
         text = f"has the shape {list(embedding.shape)}, expected 2 axes and at most {MAX_PIECES:,} rows"
@@ -163,7 +137,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
-        **({_NAME_PREFIX: ""} if form.prefix and form.embedding in catalog else {}),
+        **({NAME_PREFIX: ""} if form.prefix and form.embedding in catalog else {}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     return RestructuredCatalog(
@@ -207,7 +181,7 @@ def _in_blocks(
             precise += [name] if packed is not None and algorithm_of(packed, source) == "W4A16_NVFP4" else []
     if ignored:
         text = "%s: dequantized, because llama.cpp's %s ignores the factors of NVFP4: %s"
-        warning(text, catalog.title, architecture, _some_of(ignored))
+        warning(text, catalog.title, architecture, some_of(ignored))
     return result, dict(zip(_A4, (sorted(precise), [False] * len(precise)), strict=True)) if precise else {}
 
 
@@ -341,21 +315,11 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
             raise FormatError(text, catalog.title)
         form, experts = own, " ".join(str(metadata.get(_EXPERTS, "")).split()) or SINGLE
         config = {**without_quantization(kept), "architectures": [name]}
-        inner = language_of(config)
-        if inner is not config:  # a model of text and images, whose language model is in the file
-            text_form = _text_form(catalog, form, name, inner.get("model_type"), "ForCausalLM")
-            kinds = {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-            config = {
-                key: value
-                for key, value in inner.items()
-                if not isinstance(value, Mapping) or "rope" in key or key == "per_layer_config"
-            }
-            config |= kinds
-        elif _has_towers(config):
-            _text_form(catalog, form, name, None, "ForCausalLM")
+        if has_towers(config):
+            config = config_of_text(catalog, form, config)
     else:
         form, experts = form_of(catalog), SINGLE
-        text_form = _text_form(catalog, form, architecture, form.text_type)
+        text_form = text_form_of(catalog, form, architecture, form.text_type, "")
         config, notes = config_of(catalog, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
     settings = ModelConfig(config, catalog.title, form)
@@ -381,329 +345,11 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
 def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: GgufForm) -> None:
     """Refuse a file without tensors that transformers would fill with random numbers, though llama.cpp needs none."""
     expected = (name for name in config.expected(form.published, recipes) if name not in recipes)
-    parts = {
-        name: form.parts_of(name) for name in expected if name != form.head or _NAME_PREFIX not in catalog.metadata
-    }
+    parts = {name: form.parts_of(name) for name in expected if name != form.head or NAME_PREFIX not in catalog.metadata}
     missing = [name for name, places in parts.items() if places and not any(place in catalog for place in places)]
     if missing:
-        text = f"tensors are missing: the config needs {_some_of(missing)}"
+        text = f"tensors are missing: the config needs {some_of(missing)}"
         raise FormatError(text, catalog.title, tensor=missing[0])
-
-
-def _has_towers(config: Mapping[str, Any]) -> bool:
-    """Return True for a model of text and images or sound."""
-    return language_of(config) is not config or any(key in config for key in _TOWER_CONFIGS)
-
-
-def _text_form(catalog: Catalog, form: GgufForm, name: str | None, model_type: Any, end: str = "") -> GgufForm:
-    """Return the family of a language model without its towers: a class with a head and the given end."""
-    form = gguf_form({"model_type": model_type})[1] or form
-    if not form.class_name.endswith(end) or form.class_name.endswith("TextModel"):
-        text = f"the file has the language model of {name}, which has no class of its own in transformers"
-        raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
-    return form
-
-
-# ---- the layout of tensors, both ways, by the table of the model's family ----
-
-
-class LaidOut(NamedTuple):
-    """A model in the layout of llama.cpp."""
-
-    recipes: dict[str, TensorRecipe]  # of a file, in the order of their first source
-    experts: str | None  # how the model stores them
-    left_out: dict[str, list[str]]  # stored names by the reason for which llama.cpp has no such tensor
-    unknown: list[str]  # stored names that the family does not know
-
-
-def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
-    """Return the tensors of a model as llama.cpp stores them, and what becomes of the others."""
-    stored_by_name, left_out = _language_names(catalog, config, form)
-    outer = (catalog.config or {}).get("tie_word_embeddings")
-    tied = outer if isinstance(outer, bool) else config.values.get("tie_word_embeddings", form.usually_tied)
-    if form.tied and tied is not True and form.head in stored_by_name:
-        raise config.unsupported("tie_word_embeddings is false, but llama.cpp has no separate head here")
-    recipes: dict[str, TensorRecipe] = {}
-    experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
-    unknown, fused = [], set()
-    for name, stored in stored_by_name.items():
-        if name.endswith(_BUFFERS) or (name == form.head and form.tied):
-            left_out.setdefault(_TIED if name == form.head else _BUFFER, []).append(stored)
-            continue
-        pattern, numbers = without_numbers(name)
-        placed = False
-        for place, layout in form.targets.get(pattern, ()):
-            target = place.replace(PLACE, numbers[0]) if numbers else place
-            if layout.when is not None and not config.integer(layout.when):
-                continue
-            if layout.stack and int(numbers[1]) < MAX_EXPERTS:
-                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
-                experts.setdefault(target, {})[int(numbers[1])] = recipe
-                recipes.setdefault(target, recipe)  # in its place until all experts are found
-                placed = True
-            elif not layout.stack and (whole := _recipe(catalog, config, layout, stored, target)) is not None:
-                if target in recipes:
-                    raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
-                recipes[target] = whole
-                fused |= {target} if layout.part is not None else set()
-                placed = True
-        if not placed and form.published.role(name) != "buffer":
-            unknown.append(stored)
-        elif not placed:
-            left_out.setdefault(_BUFFER, []).append(stored)
-    if form.complete:
-        optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
-        for name in config.expected(form.published, stored_by_name):
-            if name != form.head and name not in stored_by_name and without_numbers(name)[0] in optional:
-                raise error_about(FormatError, "is missing", path=catalog.title, tensor=name)
-    # A model without a head has names without a prefix, even if its config has the class of a model with a head.
-    headless = config.headless or (form.prefix != "" and form.embedding in catalog)
-    if tied is not True and form.head not in stored_by_name and not form.tied and not headless:
-        text = "is missing, and tie_word_embeddings is not true"
-        raise error_about(FormatError, text, path=catalog.title, tensor=form.head)
-    for target, members in experts.items():
-        items = next(iter(form.layouts[without_numbers(target)[0]].values())).items
-        count = config.size("expert_count") if items is None else config.integer(items)
-        recipes[target] = stack_of(catalog, target, count, members)
-    # The layers for multi-token prediction can have experts in another form.
-    forms: dict[bool, str] = {}
-    for target, kind in (*((each, SINGLE) for each in experts), *((each, FUSED) for each in sorted(fused))):
-        if forms.setdefault(_is_added(target, config), kind) != kind:
-            raise FormatError("some layers have fused experts and some do not", catalog.title)
-    kinds = " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
-    return LaidOut(recipes, kinds, left_out, unknown)
-
-
-def _is_added(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor of a layer beyond the number in the config."""
-    return any(int(number) >= config.size("block_count") for number in without_numbers(name)[1][:1])
-
-
-def _counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
-    """Return the numbers of layers that follow from published names."""
-    counts = dict.fromkeys(form.counted, 0)
-    for name in stored_names(catalog, catalog.title) if counts else ():
-        pattern, numbers = without_numbers(name.replace(_LANGUAGE, ""))
-        for key, begin in form.counted.items():
-            if pattern.startswith(begin):
-                counts[key] = max(counts[key], int(numbers[0]) + 1)
-    return counts
-
-
-def _language_names(
-    catalog: Catalog, config: ModelConfig, form: GgufForm
-) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the stored names of the language model's tensors by those in the family's table, and the others' fate."""
-    multimodal = _has_towers(catalog.config or {})
-    result: dict[str, str] = {}
-    left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
-    reasons = {**form.left_out, **_LEFT_OUT}
-    for name, stored in stored_names(catalog, catalog.title).items():
-        bare = name.replace(_LANGUAGE, "")
-        if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
-            left_out.setdefault("language model only", []).append(stored)
-            continue
-        for begin, (place, layer) in form.renames.items():
-            match = re.match(re.escape(begin).replace(re.escape(PLACE), f"({NUMBER})"), bare)
-            if match is not None:
-                own = int(match[1]) if PLACE in begin else 0
-                number = config.integer(layer) + own if PLACE in place else 0
-                bare = place.replace(PLACE, str(number)) + bare[match.end() :]
-                break
-        reason = next((why for text, why in reasons.items() if fnmatchcase(bare, text)), None)
-        if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
-            layers = config.integer(form.kept_layers)
-            reason = f"llama.cpp has {layers} layers" if int(numbers[0]) >= layers else reason
-        if reason is not None:
-            left_out.setdefault(reason, []).append(stored)
-            continue
-        published = form.published_name(bare)
-        if published in result:
-            text = f"tensors {show(result[published])} and {show(stored)} are both {show(published)}"
-            raise FormatError(text, catalog.title, tensor=stored)
-        result[published] = stored
-    return result, left_out
-
-
-def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
-    """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
-    shape = tuple(catalog.about(name).shape)
-    if layout.inputs is not None and shape[-1:] == ((width := config.integer(layout.inputs)),):
-        if shape[-2:-1] == (width,):
-            raise error_about(FormatError, f"{list(shape)} does not show whether it is transposed", tensor=name)
-        layout = layout._replace(transposed=False)
-    if layout.of_experts(target):
-        axes, (_, parts) = 2 if target.endswith(".bias") else 3, layout.part or (0, 1)
-        if layout.part is None and (len(shape) != axes or shape[0] > MAX_EXPERTS):
-            return None
-        rows = shape[-1 if layout.transposed else -2] if len(shape) == axes else 1
-        if rows % parts or shape[0] > MAX_EXPERTS:
-            raise error_about(FormatError, f"{list(shape)} does not hold gate and up of experts", tensor=name)
-        moves = tuple(Move(name, _part(layout, rows // parts, k), TensorView(k)) for k in range(shape[0]))
-        columns = shape[1 : axes - 1] if layout.transposed else shape[2:axes]
-        return TensorRecipe((shape[0], rows // parts, *columns), moves)
-    _check_row(config, layout, shape, name)
-    arrangement, inner = _arrangement(config, layout, shape, name)
-    return TensorRecipe(inner, (Move(name, arrangement=arrangement),))
-
-
-def _check_row(config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str) -> None:
-    """Refuse a tensor that must be a row, which files have with an axis more or less."""
-    if layout.row and shape not in ((width := config.size("embedding_length"),), (1, width)):
-        raise error_about(FormatError, f"must have the shape [1, {width}], got {list(shape)}", tensor=name)
-
-
-def _arrangement(
-    config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str
-) -> tuple[Arrangement | None, tuple[int, ...]]:
-    """Return how llama.cpp arranges a published tensor, None if it keeps their order, and the shape of the result."""
-    heads = config.size(*layout.heads) if layout.heads else 0
-    if heads and (not shape or shape[0] % (2 * heads)):
-        raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
-    rows: list[Mapping[str, Any]] = [*layout.rows]
-    if heads:
-        rows.append({"split": (str(heads), "2", "-1"), "order": (0, 2, 1)})
-    if len(shape) < (2 if layout.columns or layout.transposed else 1 if rows else 0):
-        raise error_about(FormatError, f"has the shape {list(shape)}, expected more axes", tensor=name)
-    row_places = config.places(rows, shape[0], name) if rows else None
-    if row_places is not None and np.array_equal(row_places, np.arange(shape[0])):
-        row_places = None  # all rows in their order
-    column_places = config.places(layout.columns, shape[1], name) if layout.columns else None
-    counts = [len(places) for places in (row_places, column_places) if places is not None]
-    inner = (
-        (*counts, *shape[len(counts) :]) if row_places is not None else (*shape[:1], *counts, *shape[1 + len(counts) :])
-    )
-    items = None
-    if layout.items is not None:
-        count = config.integer(layout.items)
-        if not 0 < count <= MAX_EXPERTS or not inner or inner[0] % count:
-            raise error_about(FormatError, f"{list(shape)} does not hold {count} matrices", tensor=name)
-        items = inner = (count, inner[0] // count, *inner[1:])
-    if layout.transposed:
-        inner = (*inner[:-2], inner[-1], inner[-2])
-    if layout.shape is not None:
-        final = config.shape(layout.shape, math.prod(inner))
-        if math.prod(final) != math.prod(inner):
-            raise error_about(FormatError, f"{list(shape)} cannot be {list(final)}", tensor=name)
-        inner = final
-    factors = config.factors(layout.times, inner[0]) if layout.times and inner else ()
-    arrangement = Arrangement(row_places, column_places, items, layout.transposed, factors, layout.function, layout.add)
-    ordered = row_places is None and column_places is None and not (layout.transposed or arrangement.computes)
-    return None if ordered else arrangement, inner
-
-
-def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, experts: str) -> dict[str, TensorRecipe]:
-    """Return the recipes of a model of transformers, in the order of the file."""
-    names = [name for name in catalog if name not in ROPE_TENSORS]
-    _refuse([name for name in names if not form.layouts.get(without_numbers(name)[0])], catalog.title, "transformers")
-    recipes: dict[str, TensorRecipe] = {}
-    for name in names:
-        pattern, numbers = without_numbers(name)
-        # Of the published tensors that llama.cpp joins, the last has fused experts.
-        kind = experts.split()[-1 if " " in experts and _is_added(name, config) else 0]
-        sources = [*form.layouts[pattern].items()]
-        if len(sources) > 1:  # the config can exclude some
-            sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
-        place, layout = sources[-1 if kind == FUSED else 0]
-        full, shape = place.replace(PLACE, numbers[0], 1) if numbers else place, tuple(catalog.about(name).shape)
-        axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
-        if "_exps." in name and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
-            raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
-        if layout.stack and not (shape and shape[0] <= MAX_EXPERTS):
-            raise error_about(FormatError, f"{list(shape)} does not hold a stack", path=catalog.title, tensor=name)
-        _check_row(config, layout, shape, name)
-        if numbers:
-            full = _renamed(full, config, form)
-        if layout.stack:
-            for k in range(shape[0]):
-                recipes[full.replace(PLACE, str(k))] = TensorRecipe(shape[1:], (Move(name, TensorView(k)),))
-        elif layout.of_experts(name):
-            parts = {other.replace(PLACE, numbers[0]): layout for other, layout in form.targets[place]}
-            recipes[full] = _whole(catalog, parts, layout)
-        elif layout.row and len(shape) == 1:
-            recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
-        elif full not in recipes:
-            targets = (
-                (other.replace(PLACE, numbers[0]) if numbers else other, part) for other, part in form.targets[place]
-            )
-            joined = [(target, part) for target, part in targets if target in catalog]
-            recipes[full] = _joined(catalog, config, form, full, joined)
-    prefix = form.prefix if _NAME_PREFIX in catalog.metadata else ""
-    return {name.removeprefix(prefix): recipe for name, recipe in recipes.items()}
-
-
-def _renamed(name: str, config: ModelConfig, form: GgufForm) -> str:
-    """Return the published name of a tensor in a layer for which `llama_cpp_recipes` takes another name."""
-    for begin, (place, layer) in form.renames.items():
-        match = re.match(re.escape(place).replace(re.escape(PLACE), f"({NUMBER})"), name)
-        if match is None or PLACE not in place or (first := config.integer(layer)) == 0:
-            continue
-        own = int(match[1]) - first
-        if own == 0 or (own > 0 and PLACE in begin):
-            return begin.replace(PLACE, str(own)) + name[match.end() :]
-    return name
-
-
-def _joined(
-    catalog: Catalog, config: ModelConfig, form: GgufForm, name: str, parts: Sequence[tuple[str, GgufLayout]]
-) -> TensorRecipe:
-    """Return a published tensor from the tensors that llama.cpp makes of it."""
-    shapes = [tuple(catalog.about(part).shape) for part, _ in parts]
-    shape = shapes[0]
-    if any(layout.rearranges for _, layout in parts):
-        shape = config.shape_of(form.published, name)
-    moves, values = [], 0
-    for (part, layout), stored in zip(parts, shapes, strict=True):
-        arrangement, expected = _arrangement(config, layout, shape, part)
-        if expected != stored:
-            text = f"has the shape {list(stored)}, but {show(name)} needs {list(expected)}"
-            raise error_about(FormatError, text, path=catalog.title, tensor=part)
-        values += math.prod(stored)
-        inverse = None if arrangement is None else arrangement._replace(inverse=True, shift=-arrangement.shift)
-        moves.append(Move(part, arrangement=inverse))
-    if values != math.prod(shape):
-        text = f"needs {math.prod(shape):,} values, but its parts have {values:,}"
-        raise error_about(FormatError, text, path=catalog.title, tensor=name)
-    return TensorRecipe(shape, tuple(moves))
-
-
-def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
-    """Return the matrices of all experts as a single tensor: gate and up, or one of them."""
-    shapes = {name: tuple(catalog.about(name).shape) if name in catalog else None for name in parts}
-    first, shape = next(iter(shapes.items()))
-    if shape is None:
-        raise error_about(FormatError, "is missing", path=catalog.title, tensor=first)
-    other = next((name for name in shapes if shapes[name] != shape), None)
-    if other is not None:
-        text = f"is missing or differs in shape from {show(first)}"
-        raise error_about(FormatError, text, path=catalog.title, tensor=other)
-    items = product(range(shape[0]), parts.items())
-    moves = tuple(Move(name, TensorView(k), _part(part, shape[1], k)) for k, (name, part) in items)
-    rows = shape[1] * len(parts)
-    return TensorRecipe((shape[0], *shape[2:], rows) if layout.transposed else (shape[0], rows, *shape[2:]), moves)
-
-
-def _part(layout: GgufLayout, rows: int, expert: int) -> TensorView:
-    """Return which part of a published expert llama.cpp stores as a matrix of so many rows."""
-    if layout.part is None:
-        return TensorView(expert, transposed=layout.transposed)
-    part, parts = layout.part
-    chosen = slice(part, None, parts) if layout.interleaved else slice(part * rows, (part + 1) * rows)
-    return TensorView(expert, chosen, layout.transposed)
-
-
-def _refuse(unknown: Sequence[str], title: str, holder: str) -> None:
-    if unknown:
-        advice = "raw=True writes the tensors as they are"
-        advice = advice if holder == "transformers" else f"drop= leaves tensors out, {advice}"
-        text = f"{title}: {_some_of(unknown)}: {holder} has no such tensor; {advice}"
-        raise UnsupportedError(text, tensor=unknown[0])
-
-
-def _some_of(names: Sequence[str]) -> str:
-    """Return the first names, and how many follow."""
-    more = f" and {plural(len(names) - _MOST_SHOWN, 'more tensor')}" if names[_MOST_SHOWN:] else ""
-    return f"{', '.join(map(show, names[:_MOST_SHOWN]))}{more}"
 
 
 def check_tensors(
@@ -716,7 +362,7 @@ def check_tensors(
         raise FormatError(f"sizes of the model: {error}", title) from None
     missing = [name for name, tensor in expected.items() if tensor.required and name not in shapes]
     if missing:
-        raise FormatError(f"tensors are missing: llama.cpp needs {_some_of(missing)}", title, tensor=missing[0])
+        raise FormatError(f"tensors are missing: llama.cpp needs {some_of(missing)}", title, tensor=missing[0])
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)

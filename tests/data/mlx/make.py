@@ -1,0 +1,70 @@
+"""Record what mlx-lm writes of the models of tests/builders/mlx_models.py.
+
+PYTHONPATH=tests python tests/data/mlx/make.py FOLDER          # all, in an environment with mlx-lm; README.md
+PYTHONPATH=tests python tests/data/mlx/make.py FOLDER qwen3    # some models
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from builders import mlx_models
+from builders.engine_models import described
+
+FORMATS = {"mlx": None, "mlx4": (4, 64, "affine"), "mlx-mxfp4": (4, 32, "mxfp4")}
+
+
+def save(source, out, settings):
+    """Write a folder as mlx_lm.convert does, without its tokenizer."""
+    import mlx.core as mx
+    from mlx.utils import tree_map_with_path
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    model, config = load_model(source, lazy=True)
+    dtype = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    if dtype is not None:
+        cast = getattr(model, "cast_predicate", lambda _: True)
+
+        def changed(key, x):
+            return x.astype(getattr(mx, dtype)) if cast(key) and mx.issubdtype(x.dtype, mx.floating) else x
+
+        model.update(tree_map_with_path(changed, model.parameters()))
+    if settings is not None:
+        bits, group, mode = settings
+        model, config = quantize_model(model, config, group, bits, mode=mode)
+    save_model(out, model)
+    save_config(config, out / "config.json")
+
+
+def record(out, format):
+    """What mlx-lm has written: all of a plain folder, and a digest and the settings of codes."""
+    tensors, config = described(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    metadata = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]
+    if format == "mlx":
+        return {"tensors": tensors, "config": config, "index": metadata}
+    return {"tensors": mlx_models.digest_of(tensors), "quantization": config["quantization"], "index": metadata}
+
+
+def main(folder, names):
+    result = mlx_models.expected() if names and mlx_models.DATA.exists() else {}
+    for name in mlx_models.listed():
+        if name.startswith("falcon_h1") or (names and name not in names):  # safeload does not write these
+            continue
+        shutil.rmtree(folder / name, ignore_errors=True)
+        source = mlx_models.write(folder / name / "source", name)
+        result.pop(name, None)
+        for format, settings in FORMATS.items():
+            try:
+                save(source, folder / name / format, settings)
+            except (Exception, SystemExit) as error:  # a model that mlx-lm does not have
+                print(name, format, type(error).__name__, str(error)[:300].replace("\n", " "))
+                break
+            result.setdefault(name, {})[format] = record(folder / name / format, format)
+    mlx_models.DATA.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in result.items()) + "\n}\n"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
