@@ -21,6 +21,7 @@ from .._version import __version__
 from ..conversion import executors
 from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.executors import Executor, Tables, opened
+from ..conversion.rules import is_of_mlx
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
@@ -39,7 +40,8 @@ from ..core.text import PathLike, debug, os_error, plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..formats.numbered import other_form
-from ..models.choosing import Choice, choose, choose_inner, choose_prefix
+from ..models.choosing import Choice, choose, choose_for_mlx, choose_inner, choose_prefix
+from ..models.family import changed_by_mlx
 from ..models.family import load as load_schema
 from ..models.module_names import WRAPPERS, stored_names, wrapped_inside
 from ..models.schema import Schema
@@ -378,7 +380,10 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.add(findings)
     else:
         named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
-        choice = _choose_schema(config, catalog.format, named, options)
+        if options.schema == "auto" and is_of_mlx(catalog) and changed_by_mlx(config):
+            choice, config = choose_for_mlx(config or {})
+        else:
+            choice = _choose_schema(config, catalog.format, named, options)
         debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors, schema))

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core import dtypes
-from .family import FamilyFile, with_schema
-from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, listed_in
+from .family import FamilyFile, mlx_form, with_schema
+from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, language_of, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -69,6 +69,14 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
     """
     families = _by_format(format, names) if config is None else _by_config(config)
     return next((Choice(_with_expert_form(family.schema, names), complete) for family, complete in families), None)
+
+
+def choose_for_mlx(config: Mapping[str, Any]) -> tuple[Choice | None, Mapping[str, Any]]:
+    """Choose the schema of a model as mlx-lm has it, and return it with the config of its language model."""
+    form = mlx_form(config)
+    if form is None:
+        return None, config
+    return Choice(form.schema_of(config["model_type"]), True), language_of(config)
 
 
 def _by_format(format: str | None, names: Collection[str]) -> Iterator[tuple[FamilyFile, bool]]:

@@ -96,6 +96,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -108,7 +109,18 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .schema import MAX_LAYERS, PLACEHOLDER, PREFIX, WEIGHT, Config, ConfigError, Schema, language_of, listed_in
+from .schema import (
+    MAX_LAYERS,
+    PLACEHOLDER,
+    PREFIX,
+    WEIGHT,
+    Config,
+    ConfigError,
+    Schema,
+    SchemaEntry,
+    language_of,
+    listed_in,
+)
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
@@ -120,6 +132,8 @@ _OWN_FORM = {"classes", "nested", "text_type", "types"}
 _READ_OTHERWISE = {"keys", "rope", "windows", "defaults", "tensors", "layers", "more_layers", "classes", "without"}
 
 _Content = Mapping[str, Any]
+# A class with the head of mlx-lm's models.
+_GENERATES = "ForCausalLM"
 
 # What messages call the metadata.
 METADATA = "metadata"
@@ -441,14 +455,23 @@ class MlxForm(GgufForm):
         return next(heads, "lm_head.weight")
 
     @cached_property
-    def _published(self) -> dict[str, str]:
-        """The role of each published tensor, with ``{}`` for numbers; without a schema, of llama.cpp's sources."""
-        named = {}
+    def _entries(self) -> dict[str, SchemaEntry]:
+        """The published tensors of a model that generates text, with ``{}`` for numbers."""
+        named: dict[str, SchemaEntry] = {}
         for entry in self.published.entries:
-            for name in (entry.name, *entry.also):
-                named[PLACEHOLDER.sub(PLACE, name.replace(PREFIX, self.prefix))] = entry.role
-        if named:
-            return named
+            classes = entry.architectures
+            if not classes or any(
+                fnmatchcase(each, text) for each in (self.class_name, _GENERATES) for text in classes
+            ):
+                for name in (entry.name, *entry.also):
+                    named.setdefault(PLACEHOLDER.sub(PLACE, name.replace(PREFIX, self.prefix)), entry)
+        return named
+
+    @cached_property
+    def _published(self) -> dict[str, str]:
+        """The role of each published tensor; without a schema, of llama.cpp's sources."""
+        if self._entries:
+            return {name: entry.role for name, entry in self._entries.items()}
         tensors = self._family["gguf"]["tensors"].values()
         sources = ((entry.get("from", {}), entry.get("role", WEIGHT)) for entry in tensors)
         return {name: role for origin, role in sources for name in ((origin,) if isinstance(origin, str) else origin)}
@@ -464,6 +487,26 @@ class MlxForm(GgufForm):
                 place = next((new + name.removeprefix(old) for old, new in begins if name.startswith(old)), name)
                 own.setdefault(place, {})[name] = GgufLayout()
         return own
+
+    def schema_of(self, model_type: str) -> Schema:
+        """Return the tensors of a whole model of this type; the shapes of those that are rearranged are not known."""
+        start, known = self.types[model_type], self._entries
+        entries = []
+        for name, sources in self.layouts.items():
+            source = next((source for source in sources if source in known), None)
+            if source is None:
+                continue
+            entry, layout = known[source], sources[source]
+            shape = None if layout.part is not None or layout.rows or layout.items else entry.shape
+            if layout.transposed and shape is not None:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            if layout.stack and shape is not None:
+                shape = (self.published.counts["expert"], *shape)
+            when = " and ".join(f"({text})" for text in (entry.when, layout.when) if text is not None) or None
+            tied = None if entry.tied is None else start + entry.tied.replace(PREFIX, self.prefix)
+            place = start + (name if name != source else entry.name.replace(PREFIX, self.prefix))
+            entries.append(SchemaEntry(place, shape, entry.role, entry.optional, when, tied, entry.tied_when))
+        return replace(self.published, entries=tuple(entries), prefixes=("",), more_layers=None, architectures=())
 
     @property
     def changes(self) -> bool:

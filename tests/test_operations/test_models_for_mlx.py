@@ -46,6 +46,7 @@ def test_folders_are_those_of_mlx_lm(name, format, tmp_path):
         assert mlx_models.digest_of(tensors) == expected["tensors"]
         settings = dict.fromkeys(("quantization", "quantization_config"), expected["quantization"])
         assert plain(config) == plain(dict(sorted({**config_of_mlx, **settings}.items())))
+    assert safeload.check(tmp_path / "out").ok
 
 
 # ---- the way back ----
@@ -160,6 +161,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name, fault, tmp_path):
     safeload.save(tensors, tmp_path / "mlx" / "model.safetensors", metadata={"format": "mlx"}, overwrite=True)
     with pytest.raises(safeload.SafeloadError, match=re.escape(bare(key))):
         safeload.convert(tmp_path / "mlx", tmp_path / "back", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("fault", ["missing", "axes", "unknown"])
+def test_check_finds_faults_of_folders_for_mlx(fault, tmp_path):
+    safeload.convert(mlx_models.write(tmp_path / "source", "qwen3_5_images"), tmp_path / "mlx", quantize="mlx")
+    tensors = safeload.load(tmp_path / "mlx")
+    name = "language_model.model.layers.0.linear_attn.conv1d.weight"
+    if fault == "axes":
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    elif fault == "missing":
+        del tensors[name]
+    else:
+        tensors[name := "language_model.model.layers.0.strange.weight"] = tensors["language_model.model.norm.weight"]
+    safeload.save(tensors, tmp_path / "mlx" / "model.safetensors", metadata={"format": "mlx"}, overwrite=True)
+    assert name in str(safeload.check(tmp_path / "mlx").errors)
 
 
 def test_a_head_that_the_config_wants_must_be_there(tmp_path):
