@@ -84,7 +84,7 @@ def sizes(source: Given) -> Sizes:
             return total
 
         def encoded(preset: str) -> int:
-            layout, own = arranged(catalog, presets()[preset]), kinds
+            layout, own = arranged(catalog, presets()[preset], told=False), kinds
             if layout is not catalog:  # it has the names of the engine
                 own = [_Kind(name, layout.about(name), 1) for name in layout]
             own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema

@@ -17,7 +17,7 @@ from ..quant.families import Preset, presets
 from ..quant.mlx import without_older_keys
 from ..quant.quantization import without_quantization
 from .catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
-from .forms import SINGLE, config_of_text, laid_out, published_recipes, some_of
+from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_unknown, some_of
 from .llama_cpp.settings import ModelConfig
 from .rules import is_of_mlx, not_as_in_mlx
 
@@ -29,14 +29,17 @@ _FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"
 _WEIGHT = ".weight"
 
 
-def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | None = None) -> Catalog:
+def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | None = None, told: bool = True) -> Catalog:
     """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
 
-    The layers are complete unless ``results`` names the tensors to make, as planned with the whole model.
+    The layers are complete unless ``results`` names the tensors to make, as planned with the whole model. Users are
+    ``told`` once which tensors are left out.
     """
     if preset.engine.stacks_experts:
         form = mlx_form(catalog.config)
-        return catalog if form is None or is_of_mlx(catalog) else _to_mlx(catalog, preset, form, whole=results is None)
+        if form is None or is_of_mlx(catalog):
+            return catalog
+        return _to_mlx(catalog, preset, form, whole=results is None, told=told and results is None)
     model_type = None if catalog.config is None else catalog.config.get("model_type")
     divides = preset.engine.quantizes_experts and isinstance(model_type, str)
     fused = [name for name in catalog if _FUSED_WEIGHT.fullmatch(name)] if divides else []
@@ -60,7 +63,7 @@ def like(catalog: Catalog, other: Catalog) -> Catalog:
     names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
     if not {*theirs} <= {*names} and mlx_form(catalog.config) is not None and not is_of_mlx(catalog):
         with suppress(UnsupportedError, FormatError):  # then the other's names say what is missing
-            with_mlx = arranged(catalog, presets()["mlx4"])
+            with_mlx = arranged(catalog, presets()["mlx4"], told=False)
             if {*theirs} <= {*with_mlx}:
                 return with_mlx
     if any(map(_FUSED_WEIGHT.fullmatch, names)) and not any(map(_FUSED_WEIGHT.fullmatch, theirs)):
@@ -117,12 +120,14 @@ def _with_dtypes(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> dict[
     return result
 
 
-def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool) -> Catalog:
+def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, told: bool) -> Catalog:
     """Return a model as mlx-lm has it after ``sanitize``."""
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
     config = ModelConfig(catalog.config or {}, catalog.title, form)
     laid = laid_out(catalog, config, form)
-    laid.tell(catalog.title, form)
+    if told:
+        laid.tell(catalog.title)
+    refuse_unknown(laid.unknown, catalog.title, form.holder)
     recipes = laid.recipes
     if whole:
         _check_layers(recipes, config, form, preset.name)

@@ -556,7 +556,7 @@ def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> No
 
 
 def _parameters_of(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the number of parameters as mlx-lm counts them: without those of modules that have modules."""
+    """Return the number of parameters as mlx-lm counts them: of modules that have no modules."""
     modules = {name: name.rpartition(".")[0] for name in shapes}
     outer = {module[:k] for module in modules.values() for k, letter in enumerate(module) if letter == "."}
     return sum(math.prod(shape) for name, shape in shapes.items() if modules[name] not in outer)

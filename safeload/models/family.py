@@ -78,8 +78,8 @@ The fields of ``gguf``:
 
 The fields of ``mlx``:
 
-- ``types``: each ``model_type`` of a whole model, with what stands before all names; by default those of the family.
-- ``tensors``: those with other names or values than in transformers, as in ``gguf``. A published tensor with a ``when``
+- ``types``: each ``model_type`` of a whole model, with what stands before all names; by default the family's types.
+- ``tensors``: with other names or values than in transformers, as in ``gguf``. A published tensor with a ``when``
   that is 0 is left out. ``renames``: beginnings of the names of the others. ``left_out``, ``kept_layers`` and ``tied``:
   as in ``gguf``.
 - ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
@@ -478,7 +478,7 @@ class MlxForm(GgufForm):
 
     @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
-        """Published tensors of each tensor, with their layouts; those that the table does not name keep their own."""
+        """Published tensors of each tensor, with their layouts; others than in the table keep their names."""
         own = self._table()
         named = {source for sources in own.values() for source in sources}
         begins = self._content.get("renames", {}).items()
@@ -489,7 +489,7 @@ class MlxForm(GgufForm):
         return own
 
     def schema_of(self, model_type: str) -> Schema:
-        """Return the tensors of a whole model of this type; the shapes of those that are rearranged are not known."""
+        """Return the tensors of a whole model of this type; no shape is known of rearranged ones."""
         start, known = self.types[model_type], self._entries
         entries = []
         for name, sources in self.layouts.items():
@@ -510,7 +510,7 @@ class MlxForm(GgufForm):
 
     @property
     def changes(self) -> bool:
-        """True if names or values differ from those of transformers."""
+        """True if names or values differ from transformers."""
         return any(name not in sources or sources[name] != GgufLayout() for name, sources in self.layouts.items())
 
     def role(self, name: str) -> str | None:

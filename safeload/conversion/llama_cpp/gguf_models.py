@@ -35,6 +35,7 @@ from ..forms import (
     has_towers,
     laid_out,
     published_recipes,
+    refuse_unknown,
     some_of,
     text_form_of,
 )
@@ -104,7 +105,8 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     config = ModelConfig({**(catalog.config or {}), **counted(catalog, form)}, catalog.title, form)
     settings, factors = settings_of(config, form)
     laid = laid_out(catalog, config, form)
-    laid.tell(catalog.title, form)
+    laid.tell(catalog.title)
+    refuse_unknown(laid.unknown, catalog.title, form.holder)
     recipes, experts = laid.recipes, laid.experts
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
