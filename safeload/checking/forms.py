@@ -16,7 +16,7 @@ from ..conversion.catalog import Catalog, Move, RestructuredCatalog, TensorDescr
 from ..conversion.forms import laid_out
 from ..conversion.llama_cpp.gguf_models import form_between
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
-from ..conversion.rules import schema_of, tied_heads
+from ..conversion.rules import is_of_mlx, schema_of, tied_heads
 from ..core import dtypes
 from ..core.packing import Packed
 from ..models.diffusion import ARCHITECTURE
@@ -102,7 +102,9 @@ def common_form(a: Catalog, b: Catalog) -> Forms:
         forms = _with_file(b, a) if files[0] else _with_file(a, b)
         return forms._replace(**{key: getattr(forms, key)[::-1] for key in _OF_SIDES}) if files[0] else forms
     catalogs = like(a, b), like(b, a)
-    form = next((f"experts as in {other.title}" for own, other in zip(catalogs, (b, a), strict=True) if own.makes), "")
+    made_like = next((other for own, other in zip(catalogs, (b, a), strict=True) if own.makes), None)
+    form = "" if made_like is None else f"experts as in {made_like.title}"
+    form = "layout of mlx-lm" if made_like is not None and is_of_mlx(made_like) else form
     if not any(catalog.makes for catalog in (*catalogs, a, b)):
         catalogs, unwrapped = _without_wrappers(*catalogs)
         form = "names without wrappers" if unwrapped else ""

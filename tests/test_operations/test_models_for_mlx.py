@@ -49,6 +49,18 @@ def test_folders_are_those_of_mlx_lm(name, format, tmp_path):
     assert safeload.check(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_images", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("format", ["mlx", "mlx4"])
+def test_a_folder_equals_its_source_in_the_layout_of_mlx_lm(name, format, tmp_path):
+    source = mlx_models.write(tmp_path / "source", name)
+    safeload.convert(source, tmp_path / "out", quantize=format)
+    report = safeload.diff(source, tmp_path / "out")
+    assert report.form == "layout of mlx-lm"
+    assert (len(report.only_a), len(report.only_b), len(report.shapes)) == (0, 0, 0)
+    assert {judgement.kind for judgement in report.judged.values()} <= {"as expected"}
+    assert format != "mlx" or all(row.max <= 0.01 for row in report.tensors.values())  # norms plus 1 are rounded
+
+
 # ---- the way back ----
 
 # Models of text and images whose language model has no class of its own in transformers.
