@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from ..conversion.arranging import like
-from ..conversion.catalog import Catalog, Move, RestructuredCatalog, TensorDescription, TensorRecipe, TensorView
+from ..conversion.catalog import Catalog, RestructuredCatalog, TensorDescription
 from ..conversion.forms import laid_out
 from ..conversion.llama_cpp.gguf_models import form_between
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
+from ..conversion.recipes import Move, TensorRecipe, TensorView
 from ..conversion.rules import is_of_mlx, schema_of, tied_heads
 from ..core import dtypes
 from ..core.packing import Packed

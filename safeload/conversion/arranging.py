@@ -16,9 +16,10 @@ from ..models.schema import MAX_EXPERTS, listed_in
 from ..quant.families import Preset, presets
 from ..quant.mlx import without_older_keys
 from ..quant.quantization import without_quantization
-from .catalog import Catalog, Move, RestructuredCatalog, TensorRecipe, TensorView
+from .catalog import Catalog, RestructuredCatalog
 from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_unknown, some_of
 from .llama_cpp.settings import ModelConfig
+from .recipes import Move, TensorRecipe, TensorView
 from .rules import is_of_mlx, not_as_in_mlx
 
 # Fused experts of a layer, and the separate experts in it.

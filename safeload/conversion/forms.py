@@ -16,8 +16,9 @@ from ..errors import FormatError, UnsupportedError
 from ..models.family import PLACE, GgufForm, GgufLayout, MlxForm, gguf_form, is_of_experts, without_numbers
 from ..models.module_names import stored_names
 from ..models.schema import MAX_EXPERTS, NUMBER, language_of
-from .catalog import Arrangement, Catalog, Move, TensorRecipe, TensorView
+from .catalog import Catalog
 from .llama_cpp.settings import ROPE_TENSORS, ModelConfig
+from .recipes import Arrangement, Move, TensorRecipe, TensorView
 
 # How a model stores experts: one by one, or all in one tensor.
 SINGLE, FUSED = "single", "fused"

@@ -28,7 +28,8 @@ from ..errors import RangeError, public
 from ..quant import codes as moving
 from ..quant.families import Preset
 from ..quant.small_integers import to_bitnet
-from .catalog import Catalog, RestructuredCatalog, TensorRecipe, read_values
+from .catalog import Catalog, RestructuredCatalog, read_values
+from .recipes import TensorRecipe
 
 SchemeName: TypeAlias = Literal[
     "int8", "q4_0", "q8_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",

@@ -26,7 +26,7 @@ from ...models.family import (
 )
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
-from ..catalog import Catalog, Move, RestructuredCatalog, TensorRecipe
+from ..catalog import Catalog, RestructuredCatalog
 from ..forms import (
     NAME_PREFIX,
     SINGLE,
@@ -39,6 +39,7 @@ from ..forms import (
     some_of,
     text_form_of,
 )
+from ..recipes import Move, TensorRecipe
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
 from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, skeleton, tokenizer_keys
