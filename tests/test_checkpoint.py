@@ -681,10 +681,10 @@ def test_a_refused_mapping_is_read_and_said(monkeypatch, folder):
     local = inside.local
     real = local.LocalStore.map
 
-    def refuse_one(self):
+    def refuse_one(self, **how):
         if "model-00002" in self.path:
             raise OSError(12, "Cannot allocate memory", self.path)
-        return real(self)
+        return real(self, **how)
 
     monkeypatch.setattr(local.LocalStore, "map", refuse_one)
     with safeload.open(folder) as checkpoint:

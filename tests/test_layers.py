@@ -68,7 +68,7 @@ DOORS = {"numpy", "torch", "jax", "gguf", "moon", "plugins", "remote", "layouts"
 INNER = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 INNER = {*INNER, "_core"} - DOORS - {"__init__", "__main__", "_version"}
 # Names and seams that tests/builders/inside.py lists, and files with the mark `inner`: lower these when they shrink.
-INSIDE_NAMES = 91
+INSIDE_NAMES = 92  # one more since the tokenizer of llama.cpp is two modules
 INNER_FILES = 11
 # Methods that show a result and are written by hand: lower this, too.
 SHOWN_BY_HAND = 32

@@ -564,6 +564,9 @@ def encode(
     # Blocks that cross rows are never fewer than a row of `_FLAT`.
     columns = _FLAT if preset.flat else max(1, shape[-1])
     row_bytes = columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, math.prod(shape[:-1]))
+    used = -(-columns * preset.bits // 8)
+    if used < row_bytes:  # rows end with a word that is not full
+        codes.view(np.uint8).reshape(-1, row_bytes)[:, used:] = 0
 
     def run(strip: _Strip, values: Array) -> None:
         top = strip.first // columns  # the first row of the strip

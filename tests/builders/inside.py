@@ -53,6 +53,7 @@ NAMES = {
     "model_families": "models.family",
     "settings": "conversion.llama_cpp.settings",
     "tokenizer": "conversion.llama_cpp.tokenizer",
+    "sentencepiece": "conversion.llama_cpp.sentencepiece",
     "destinations": "conversion.destinations",
     "diff_values": "checking.diff",
     "sizes": "checking.sizes:sizes",

@@ -265,13 +265,13 @@ def _config():
 
 
 def _sentencepiece():
-    from builders.inside import tokenizer
+    from builders.inside import sentencepiece
 
     pieces = [
-        tokenizer.VocabularyPiece(text, -float(k), k % 6 + 1)
+        sentencepiece.VocabularyPiece(text, -float(k), k % 6 + 1)
         for k, text in enumerate(("<unk>", "a", "b", "ab", "\u2581", "é"))
     ]
-    return [tokenizer.serialized(pieces[:count], count % 2 == 0, {"bos": 1}) for count in range(1, 7)]
+    return [sentencepiece.serialized(pieces[:count], count % 2 == 0, {"bos": 1}) for count in range(1, 7)]
 
 
 def _tokenizer():

@@ -47,6 +47,7 @@ from builders.inside import (
     parse_json,
     registry,
     rules,
+    sentencepiece,
     settings,
     tokenizer,
 )
@@ -640,11 +641,11 @@ def sentencepiece_model(data):
     """A tokenizer.model, and its pieces written again."""
     with watched():
         try:
-            model = tokenizer.parse_model(data, "tokenizer.model")
+            model = sentencepiece.parse_model(data, "tokenizer.model")
         except SafeloadError as error:
             check_refusal(error, len(data))
             return
-        again = tokenizer.parse_model(tokenizer.serialized(model.pieces, model.add_prefix, {}), "again")
+        again = sentencepiece.parse_model(sentencepiece.serialized(model.pieces, model.add_prefix, {}), "again")
     require(repr(again.pieces) == repr(model.pieces), "written again it has the same pieces")
     require(again.add_prefix == model.add_prefix and again.kind == tokenizer.BPE, "and the same settings")
 

@@ -14,7 +14,7 @@ from builders.thorough import part_of
 
 from safeload.errors import RangeError
 
-PRESETS = presets()
+PRESETS = {name: preset for name, preset in presets().items() if preset.parts}
 TIERS = [tier for tier in range(1, lib.SL_TIER_COUNT) if lib.sl_tier_available(tier)]
 
 

@@ -194,6 +194,8 @@ def test_formats_of_engines_take_the_only_file(llama, tmp_path, name):
 def test_formats_of_engines_need_a_supported_config(llama, tmp_path):
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "architectures": ["X"], "model_type": "x"}))
-    with pytest.raises(UnsupportedError, match=r"w4a16 needs a config\.json with a model_type"):
-        safeload.convert(llama / FILE, tmp_path / "a", quantize="w4a16")
-    safeload.convert(llama / FILE, tmp_path / "a", quantize="w4a16", only="*.q_proj.weight")
+    with pytest.raises(UnsupportedError, match=r"mlx4 needs a config\.json with a model_type"):
+        safeload.convert(llama / FILE, tmp_path / "a", quantize="mlx4")
+    report = safeload.convert(llama / FILE, tmp_path / "a", quantize="w4a16")
+    assert "no family known for x: every matrix but norms" in str(report)
+    safeload.convert(llama / FILE, tmp_path / "b", quantize="w4a16", only="*.q_proj.weight")
