@@ -272,8 +272,8 @@ def _ahead(
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         # Processes of xdist keep the processors busy by themselves, and each has all of the tests in its list; new ones
-        # of `python -P` would not find the tests.
-        importable = not getattr(sys.flags, "safe_path", False)
+        # of `pytest` and of `python -P`, unlike those of `python -m pytest`, would not find the tests.
+        importable = any(Path(folder, "tests", "conftest.py").exists() for folder in sys.path)
         if (os.cpu_count() or 1) > 1 and "PYTEST_XDIST_WORKER" not in os.environ and importable:
             for item in request.session.items:
                 skipped = any(any(mark.args) for mark in item.iter_markers("skipif"))
