@@ -82,7 +82,7 @@ def trained_from(model, options):
         ("granitemoe", {"target_parameters": EXPERTS, "modules_to_save": ["router"]}),
         ("qwen3_moe", {"target_parameters": EXPERTS, "alpha_pattern": {"experts.gate_up_proj": 5}}),
     ],
-    ids=lambda value: str(value)[:80],
+    ids=lambda value: str(value)[:50],
 )
 def test_as_the_trained_model_computes(kind, options, model_of, tmp_path):
     base = model_of(kind)
@@ -104,7 +104,7 @@ def test_as_the_trained_model_computes(kind, options, model_of, tmp_path):
         (54, {"modules_to_save": ["embed_tokens", "embed_in", "lm_head"]}),
         (47, {"target_modules": "all-linear"}),
     ],
-    ids=lambda value: str(value)[:80],
+    ids=lambda value: str(value)[:50],
 )
 def test_after_tokens_were_added(kind, size, options, model_of, tmp_path):
     base = model_of(kind)
