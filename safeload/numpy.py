@@ -198,6 +198,8 @@ def load_file(
         try:
             return _loader()(opened, backend, "write")
         except MemoryError:  # the system refuses a writable mapping, and there is no memory for a copy
+            if backend != "mmap":
+                raise
             return _loader()(opened, backend, "either")
         finally:
             opened.close()
@@ -209,10 +211,12 @@ def load_file(
     try:
         tensors = safetensors.chosen(file, names, dtype, "load_file")
         how: Any = {"backend": backend, "dtype": dtype, "out": out, "threads": threads, "progress": progress}
-        try:
-            return load_tensors(tensors, access="write" if access == "either" else access, **how)[0]
-        except MemoryError:
-            return load_tensors(tensors, access=access, **how)[0]
+        if access == "either" and backend == "mmap":
+            try:
+                return load_tensors(tensors, access="write", **how)[0]
+            except MemoryError:
+                pass
+        return load_tensors(tensors, access=access, **how)[0]
     finally:
         file.close()
 

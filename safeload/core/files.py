@@ -478,20 +478,20 @@ def mapping_of(store: ByteStore, access: Access = "write") -> Any:
     make = getattr(store, "map", None)
     if make is None:
         return None
-    with suppress(OSError):
-        if access != "read":
+    is_local = isinstance(store, LocalStore)
+    if access != "read":
+        with suppress(OSError):
             return make()
-        if isinstance(store, LocalStore):
-            return store.map(writable=False)
-        buffer = make()
-        return None if buffer is None else memoryview(buffer).toreadonly()
-    with suppress(OSError):
-        if access == "either" and isinstance(store, LocalStore):
-            buffer = store.map(writable=False)
-            text = "%s: the system refuses a writable mapping of %s, so arrays are read-only; backend='pread' copies"
-            warning(text, store.path, size(store.size))
-            return buffer
-    return None
+        if access == "write" or not is_local:
+            return None
+    try:
+        buffer = make(writable=False) if is_local else make()
+    except OSError:
+        return None
+    if access == "either":
+        text = "%s: the system refuses a writable mapping of %s, so arrays are read-only; backend='pread' copies"
+        warning(text, store.path, size(store.size))  # type: ignore[attr-defined]  # it is a `LocalStore`
+    return None if buffer is None else memoryview(buffer).toreadonly()
 
 
 # ---- folders and files, here or behind URLs ----
