@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import main
+from builders.commands import run
 from builders.models import small, write_folder
 from builders.paths import DATA
 from builders.terminal import on_terminal
@@ -25,15 +25,6 @@ COMMANDS = ("info", "check", "stats", "convert", "diff")
 
 X = np.float32([[-0.5, 0.25], [1, 2]])
 GOOD = {"a.weight": X, "b": np.ones(4, ml_dtypes.bfloat16), "step": np.array([3, 4], np.int64)}
-
-
-def run(capsys, *arguments):
-    try:
-        status = main([str(a) for a in arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 @pytest.fixture

@@ -8,21 +8,13 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import main
+from builders.commands import run
 from builders.models import small, write_folder
 from builders.quantized import FOLDER
 from builders.terminal import on_terminal
 
 import safeload
 from safeload.numpy import save_file
-
-
-def run(capsys, *arguments):
-    try:
-        status = main([str(a) for a in arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    return status, *capsys.readouterr()
 
 
 def rows(out):

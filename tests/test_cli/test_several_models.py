@@ -5,19 +5,10 @@ import os
 
 import numpy as np
 import pytest
-from builders.inside import main
+from builders.commands import run
 from builders.models import small, write_folder
 
 from safeload.numpy import save_file
-
-
-def run(capsys, *arguments):
-    try:
-        status = main([str(a) for a in arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 @pytest.fixture

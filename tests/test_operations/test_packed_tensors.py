@@ -8,7 +8,8 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from builders.inside import main, manifest
+from builders.commands import run
+from builders.inside import manifest
 from builders.quantized import FIXTURES, IN_GGUF, each_kind, each_kind_with
 from builders.rooms import without_room
 
@@ -452,12 +453,6 @@ def test_what_no_config_describes_is_renamed(tmp_path, name):
 
 
 # ---- the command line ----
-
-
-def run(capsys, *arguments):
-    status = main([os.fspath(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @packed_fixtures
