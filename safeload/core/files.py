@@ -480,10 +480,11 @@ def mapping_of(store: ByteStore, access: Access = "write") -> Any:
         return None
     is_local = isinstance(store, LocalStore)
     if access != "read":
-        with suppress(OSError):
+        try:
             return make()
-        if access == "write" or not is_local:
-            return None
+        except OSError:  # `suppress` takes four calls, which small loads would pay
+            if access == "write" or not is_local:
+                return None
     try:
         buffer = make(writable=False) if is_local else make()
     except OSError:
