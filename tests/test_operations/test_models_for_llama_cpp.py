@@ -1028,3 +1028,23 @@ def test_names_that_differ_in_wrappers_only_are_refused(folder):
 )
 def test_sizes_of_31_bits_are_refused_before_memory_is_taken(name, key, match, folder):
     refused(folder(name, **{key: 1 << 31}), match)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_large_matrices_of_gpt2_are_transposed(dtype, folder, tmp_path):
+    """From 24 MiB on, and in memory that earlier matrices have used, values are stored past the cache."""
+    model, width = MODELS["gpt2"], 1283  # no multiple of a cache line
+    entry = {**model, "config": {**model["config"], "n_embd": width, "n_head": 1}}
+    sizes = {64: width, 192: 3 * width, 256: 4 * width}
+    values = np.random.default_rng(0).integers(-1000, 1000, 4 * width * width).astype(np.float32).astype(dtype)
+    tensors = {
+        name: values[-int(np.prod(wide)) :].reshape(wide)
+        for name, shape in model["tensors"].items()
+        for wide in [[sizes.get(side, side) for side in shape]]
+    }
+    safeload.convert(llama_models.write_folder(tmp_path / "wide", entry, tensors), tmp_path / "x.gguf", dtype="float32")
+    with safeload.open(tmp_path / "x.gguf") as file:
+        for layer in range(2):
+            for name, own in {"ffn_up": "c_fc", "ffn_down": "c_proj"}.items():
+                expected = tensors[f"transformer.h.{layer}.mlp.{own}.weight"].T
+                assert np.array_equal(file[f"blk.{layer}.{name}.weight"], expected.astype(np.float32))
