@@ -19,6 +19,14 @@ def settings(name, **changes):
     return {key.removeprefix(f"{form.architecture}."): value for key, value in metadata.items()}
 
 
+def factors(name, **changes):
+    """The metadata and factors of rotations."""
+    config = {**MODELS[name]["config"], **changes}
+    form = model_families.gguf_forms()[config["architectures"][0]]
+    metadata, tensors = inner.settings_of(inner.ModelConfig(config, "model", form), form)
+    return metadata, {key: value.tolist() for key, value in tensors.items()}
+
+
 @pytest.mark.parametrize(
     ("name", "key", "expected"),
     [
@@ -43,6 +51,11 @@ def settings(name, **changes):
         ("arcee", "head_dim", {"attention.key_length": 16, "attention.value_length": 16}),
         ("nemotron", "head_dim", {"attention.key_length": 16, "attention.value_length": 16}),
         ("ernie4_5_moe", "moe_num_shared_experts", {"expert_shared_count": 2}),
+        ("arcee", "rope_parameters", {"rope.freq_base": 10000.0}),
+        ("llama4", "head_dim", {"attention.key_length": 128, "rope.dimension_count": 128}),
+        ("olmoe", "num_key_value_heads", {"attention.head_count_kv": 4}),
+        ("qwen3", "max_position_embeddings", {"context_length": 32768}),
+        ("smollm3", "rms_norm_eps", {"attention.layer_norm_rms_epsilon": pytest.approx(1e-6)}),
     ],
 )
 def test_a_key_that_the_config_lacks(name, key, expected):
@@ -55,6 +68,15 @@ def test_null_counts_if_the_value_depends_on_others():
     assert "attention.head_count_kv" not in settings(
         "mistral", num_key_value_heads=None
     )  # llama.cpp: that of all heads
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama4", "exaone4", "gpt_oss"])
+def test_rotations_without_the_length_of_training_have_that_of_the_model(name):
+    rope, whole = MODELS[name]["config"]["rope_parameters"], {"max_position_embeddings": 4096}
+    key = "original_max_position_embeddings"
+    absent = {k: v for k, v in rope.items() if k != key}
+    made = [factors(name, **whole, rope_parameters=value) for value in (absent, {**rope, key: 4096}, rope)]
+    assert made[0] == made[1] != made[2]
 
 
 def test_older_settings_of_rotations_are_complete():

@@ -499,7 +499,9 @@ class Rope:
         return self.config.number(value, key)
 
     def _original(self) -> int:
-        return self.config.positive(self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL)), _ORIGINAL)
+        """Return the context length of training; by default, as in transformers 5, that of the model."""
+        stated = self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL))
+        return self.config.size("context_length") if stated is None else self.config.positive(stated, _ORIGINAL)
 
     def _proportional(self) -> Array:
         """Return divisors of frequencies: 1 for the first part of a head, and beyond all numbers for the rest."""
@@ -521,7 +523,7 @@ class Rope:
         frequencies = unit / np.power(np.float64(base), exponents, dtype=np.float64).astype(np.float32)
         factor = self._number("factor", 8.0)
         low, high = self._number("low_freq_factor", 1.0), self._number("high_freq_factor", 4.0)
-        original = self._number(_ORIGINAL, 8192)
+        original = self._number(_ORIGINAL) if _ORIGINAL in self.full else self._original()
         if not (0 < low <= high and factor > 0 and original > 0):
             text = "rope parameters of llama3 must have 0 < low_freq_factor <= high_freq_factor and factor > 0"
             raise self.config.fault(text)
