@@ -343,6 +343,25 @@ void sl_file_unmap(void *address, uint64_t size);
  * the filesystem cannot reserve. */
 int32_t sl_file_reserve(int64_t file, uint64_t size, sl_error *error);
 
+/* Sets *bytes to how much of a range is in the page cache, in whole pages. SL_E_UNSUPPORTED if the system does not say:
+ * Linux does, from 6.5 on for any file, earlier for files of this user. */
+int32_t sl_file_resident(int64_t file, uint64_t offset, uint64_t size, uint64_t *bytes, sl_error *error);
+
+/* The magic number of a file's system in statfs(2); 0 if unknown, and on other systems than Linux. */
+uint32_t sl_file_system(int64_t file);
+
+/* Blocks of a file that stay in the page cache, a byte each: 1 if the block stays. Blocks after `count` do not. */
+#define SL_PAGES_BLOCK 4194304
+typedef struct sl_pages {
+    const uint8_t *kept;
+    uint64_t count;
+} sl_pages;
+
+/* Drops a range of a file from the page cache, except for blocks that stay, and pages that are dirty or mapped. The
+ * page runs that reads of smaller ranges leave at the beginning are dropped too. SL_E_UNSUPPORTED if the system cannot
+ * drop pages, even if `size` is 0. */
+int32_t sl_file_drop(int64_t file, const sl_pages *pages, uint64_t offset, uint64_t size, sl_error *error);
+
 /* ---- safetensors (formats/safetensors.c) ---- */
 
 /* Opens a file, reads and validates the header; the data is not touched. On failure nothing stays open. */
@@ -461,7 +480,8 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  *   CONVERT    `from` to `to`; SL_E_RANGE for an element that does not fit into its block
  *   GRID       a strided 2-D copy (sl_grid), converted if `from` and `to` differ
  *   WRITE      memory to the file at `offset`
- *   WRITE_BACK like WRITE; each complete 16 MiB also begin to go to the disk, so that an fsync waits for less
+ *   WRITE_BACK like WRITE; each complete 16 MiB also begin to go to the disk, so that an fsync waits for less.
+ *              With `pages`, earlier 16 MiB are waited for and dropped
  *   APPEND     memory to the file's current position, in order, by one thread: pipes and devices
  *   INT8       any real dtype times the factors of its channels, rounded half away from zero, within [-128, 127]
  *   ABSMAX     any real dtype: memory holds a u32 per channel, which is 0 or the result of other jobs, and is raised to
@@ -595,6 +615,7 @@ typedef struct sl_job {
     int64_t direct;              /* the file from sl_file_open_direct; 0 to read through the page cache, as grids and
                                   * packed codes always do */
     const sl_merge *merge;       /* NULL: nothing is added */
+    const sl_pages *pages;       /* drop the file's pages from the page cache behind the job; NULL: all stay */
 } sl_job;
 
 /* Bytes of a thread's room for reads past the page cache, aligned to a page: a chunk, and the rest of its first and its

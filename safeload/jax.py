@@ -14,8 +14,9 @@ from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
 from .core import resident, runtime, safetensors
 from .core.arrays import Array as NumpyArray
 from .core.arrays import as_array
+from .core.files import caching
 from .core.load import parse_target
-from .core.memory import Backend, check_backend, check_threads
+from .core.memory import Backend, Cache, check_backend, check_threads
 from .core.names import Patterns
 from .core.opening import Paths, Verify
 from .core.progress import Progress
@@ -40,6 +41,7 @@ def load_file(
     filename: PathLike,
     *,
     backend: Backend = "mmap",
+    cache: Cache = "keep",
     dtype: Any = None,
     names: Iterable[str] | None = None,
     sharding: Sharding = None,
@@ -54,8 +56,9 @@ def load_file(
     Args:
         filename: path of the file.
         backend: "mmap" copies from the mapped file to the device. "pread" reads into private memory first, on all
-            cores; "direct" also bypasses the page cache. On a CPU the array keeps this memory, and large tensors are
-            always read.
+            cores; "direct" also bypasses the page cache, and "auto" chooses. On a CPU the array keeps this memory, and
+            large tensors are always read.
+        cache: "drop" drops the file's pages from the page cache behind reads, see `safeload.load`.
         dtype: dtype to convert floating tensors to while they are read, see `safeload.numpy.load_file`.
         names: exact names of the tensors to load; None loads all.
         sharding: where arrays go, see `load_checkpoint`.
@@ -86,12 +89,13 @@ def load_file(
     check_threads(threads)
     parse_target(dtype)  # refuses other dtypes before anything is opened
     everything = names is None and dtype is None and threads is None and progress is None
-    if everything and sharding is None and backend in ("mmap", "pread"):
+    if everything and sharding is None and cache == "keep" and backend in ("mmap", "pread", "auto"):
         file = resident.load_or_open(filename, backend, _FOLDERS)
         if isinstance(file, resident.Resident):
             return jax_arrays.copied(file.arrays)
     else:
-        file = safetensors.open_file(filename, folders=_FOLDERS)
+        with caching(cache):
+            file = safetensors.open_file(filename, folders=_FOLDERS)
     try:
         groups = [(safetensors.chosen(file, names, dtype, "load_file"), dtype)]
         return jax_arrays.load(groups, sharding, progress=progress, backend=backend, checked=False, threads=threads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core import resident
 from .core.arrays import Array
-from .core.memory import Backend, check_backend
+from .core.memory import Backend, Cache, check_backend
 from .core.runtime import SHARED, imported
 from .core.text import PathLike
 from .errors import public
@@ -144,6 +144,7 @@ def load_file(
     filename: PathLike,
     *,
     backend: Backend = "mmap",
+    cache: Cache = "keep",
     writable: bool = True,
     dtype: Any = None,
     names: Iterable[str] | None = None,
@@ -158,8 +159,9 @@ def load_file(
         backend: "mmap" returns copy-on-write views of one private mapping. Loading takes microseconds, each page is
             read on first use, and writing to an array does not change the file. "pread" reads everything now, on all
             cores, into private memory that later changes to the file cannot affect; you should use it if another
-            program may truncate the file. "direct" also bypasses the page cache, if system and disk support it; see
-            `safeload.load`.
+            program may truncate the file. "direct" also bypasses the page cache, if system and disk support it, and
+            "auto" chooses; see `safeload.load`.
+        cache: "drop" reads into private memory and drops the file's pages behind reads, see `safeload.load`.
         writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts. True
             does so, too, and logs a warning, if the system refuses writable mappings and has no memory for a copy.
         dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
@@ -191,7 +193,8 @@ def load_file(
         dtype('float16')
     """
     check_backend(backend)
-    if writable and names is None and dtype is None and out is None and threads is None and progress is None:
+    plain = cache == "keep" and writable and names is None and dtype is None
+    if plain and out is None and threads is None and progress is None:
         opened = resident.load_or_open(filename, backend)
         if isinstance(opened, resident.Resident):
             return opened.arrays
@@ -204,10 +207,12 @@ def load_file(
         finally:
             opened.close()
     from .core import safetensors
+    from .core.files import caching
     from .core.load import access_of, load_tensors
 
     access = access_of(writable, out)
-    file = safetensors.open_file(filename, brief=True)
+    with caching(cache):
+        file = safetensors.open_file(filename, brief=True)
     try:
         tensors = safetensors.chosen(file, names, dtype, "load_file")
         how: Any = {"backend": backend, "dtype": dtype, "out": out, "threads": threads, "progress": progress}

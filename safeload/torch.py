@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .core import dtypes, resident, runtime, safetensors
 from .core.arrays import check_mapping
+from .core.files import caching
 from .core.load import load_all, load_tensors, parse_target
-from .core.memory import Backend, check_backend
+from .core.memory import Backend, Cache, check_backend
 from .core.names import Patterns
 from .core.opening import Paths, Verify
 from .core.progress import Progress
@@ -81,6 +82,7 @@ def load_file(
     device: str | int | Device = "cpu",
     *,
     backend: Backend = "mmap",
+    cache: Cache = "keep",
     dtype: Any = None,
     names: Iterable[str] | None = None,
     threads: int | None = None,
@@ -94,8 +96,9 @@ def load_file(
             read.
         backend: "mmap" returns copy-on-write views of one private mapping. Loading takes microseconds, each page is
             read on first use, and writing to a tensor does not change the file. "pread" reads everything now, on all
-            cores. "direct" also bypasses the page cache (see `safeload.load`). Other devices than the CPU always read,
-            through the page cache.
+            cores. "direct" also bypasses the page cache, and "auto" chooses (see `safeload.load`). Other devices than
+            the CPU always read, through the page cache.
+        cache: "drop" reads into private memory and drops the file's pages behind reads, see `safeload.load`.
         dtype: dtype to convert floating tensors to while they are read, in one pass: float64, float32, float16,
             bfloat16, float8_e4m3fn or float8_e5m2, as a torch dtype, a name ("bf16") or a NumPy type. F4 and F6 tensors
             are decoded. Integer, bool and complex tensors keep their dtype.
@@ -127,7 +130,7 @@ def load_file(
 
     on_cpu = device is None or (isinstance(device, str) and device == "cpu")
     everything = names is None and dtype is None and threads is None and progress is None
-    if on_cpu and everything and backend in ("mmap", "pread"):
+    if on_cpu and everything and cache == "keep" and backend in ("mmap", "pread", "auto"):
         opened = resident.load_or_open(filename, backend, _FOLDERS)
         if isinstance(opened, resident.Resident):
             return torch_arrays.from_table(*opened)
@@ -135,7 +138,8 @@ def load_file(
             return torch_arrays.from_table(opened.table, load_all(opened, backend))
         finally:
             opened.close()
-    file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
+    with caching(cache):
+        file = safetensors.open_file(filename, brief=on_cpu, folders=_FOLDERS)
     try:
         place = torch_arrays.device_of(device)
         check_backend(backend)

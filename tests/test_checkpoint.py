@@ -197,7 +197,7 @@ def test_load_gives_fresh_arrays_and_says_what_it_did(backend, path):
             assert not np.shares_memory(first[name], checkpoint[name])
         stats = checkpoint.last_load
         assert isinstance(stats, LoadStats)
-        assert stats._fields == ("bytes", "tensors", "seconds", "backend")
+        assert stats._fields == ("bytes", "tensors", "seconds", "backend", "reason")
         assert stats[:2] == (checkpoint.nbytes, len(TENSORS))
         assert 0 <= stats.seconds < 60
         assert stats.backend in (backend, "pread" if backend == "direct" else backend)  # as the system allows

@@ -114,6 +114,45 @@ static int32_t plan_all(run *self, int32_t tier, uint64_t *failed, sl_error *err
     return SL_OK;
 }
 
+/* Reads of ranges that are no farther apart share a call to drop their pages. */
+#define GAP ((uint64_t)64 << 10)
+
+/* The number of bytes in the file that a job reads from, starting at its offset. */
+static uint64_t stored_bytes(const sl_job *job) {
+    if (job->packed != NULL) return job->packed->size;
+    if (job->grid == NULL || job->grid->rows < 2) return job->size;
+    return (job->grid->rows - 1) * (uint64_t)job->grid->source_row + job->size / job->grid->rows;
+}
+
+/* Drops the pages behind reads, once no thread reads: pages ahead, and those that a thread still needs, stay. Codes and
+ * grids are not read in the order of their bytes, so their pages are dropped after their last chunk. */
+static void drop_behind(const run *self, uint64_t first, uint64_t next) {
+    const sl_job *last = NULL;
+    uint64_t begin = 0, end = 0;
+    sl_error ignored;
+    for (uint64_t i = first < next ? job_of(self, first) : self->count; i < self->count; i++) {
+        const sl_job *job = &self->jobs[i];
+        uint64_t before = self->first_chunk[i], chunks = self->plans[i].chunks;
+        if (before >= next) break;
+        uint64_t from = first > before ? first - before : 0, to = sl_min_u64(next - before, chunks);
+        if (job->pages == NULL || job->file == SL_MEMORY || sl_job_writes(job) || from >= to) continue;
+        uint64_t some_begin = job->offset, some_end = job->offset + stored_bytes(job);
+        if (job->packed == NULL && job->grid == NULL) {
+            some_begin = job->offset + sl_chunk_begin(job, &self->plans[i], from);
+            some_end = job->offset + sl_chunk_begin(job, &self->plans[i], to);
+        } else if (to < chunks)
+            continue;
+        if (last == NULL || last->file != job->file || some_begin < begin || some_begin > end + GAP) {
+            if (last != NULL) sl_file_drop(last->file, last->pages, begin, end - begin, &ignored);
+            begin = some_begin;
+            end = some_end;
+        }
+        last = job;
+        if (some_end > end) end = some_end;
+    }
+    if (last != NULL) sl_file_drop(last->file, last->pages, begin, end - begin, &ignored);
+}
+
 int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t threads, int32_t slice_ms,
                     sl_cursor *cursor, sl_error *error) {
     if (sl_tier_name(tier) == NULL) return sl_fail(error, SL_E_ARGUMENT, -1, "unknown tier %d", tier);
@@ -134,6 +173,7 @@ int32_t sl_jobs_run(const sl_job *jobs, uint64_t count, int32_t tier, int32_t th
                                       : sl_parallel(run_chunk, &self, self.scratch, self.scratch_size, next, total,
                                                     self.threads, slice_ms, &next, error);
         if (status == SL_OK) {
+            drop_behind(&self, cursor->chunks_done, next);
             cursor->chunks_done = next;
             cursor->finished = next == total;
             cursor->bytes_done = bytes_before(&self, next);

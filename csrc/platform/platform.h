@@ -12,6 +12,12 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
 /* Has the system begin to write bytes of a file to the disk, if it can. Errors of the disk are left to fsync. */
 void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size);
 
+/* Waits until written bytes are on the disk, if the system can; their pages can then be dropped. */
+void sl_platform_wait_back(int64_t file, uint64_t offset, uint64_t size);
+
+/* Drops the whole pages in a range from the page cache, unless they are dirty or mapped. False if the system cannot. */
+bool sl_platform_drop(int64_t file, uint64_t offset, uint64_t size);
+
 /* Alignment of memory, offsets and sizes for sl_file_open_direct: a page, which satisfies any disk. */
 #define SL_DIRECT_PAGE ((uint64_t)4096)
 

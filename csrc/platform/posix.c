@@ -18,6 +18,7 @@
 #include <sys/stat.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #endif
 #include <sys/types.h>
 #include <time.h>
@@ -209,6 +210,91 @@ void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size) {
 #else
     (void)file, (void)offset, (void)size;
 #endif
+}
+
+void sl_platform_wait_back(int64_t file, uint64_t offset, uint64_t size) {
+#if defined(__linux__)
+    sync_file_range((int)file, (off_t)offset, (off_t)size,
+                    SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+#else
+    (void)file, (void)offset, (void)size;
+#endif
+}
+
+bool sl_platform_drop(int64_t file, uint64_t offset, uint64_t size) {
+#if defined(POSIX_FADV_DONTNEED)
+    /* Its length 0 means all of the file. */
+    return size == 0 || posix_fadvise((int)file, (off_t)offset, (off_t)size, POSIX_FADV_DONTNEED) == 0;
+#else
+    (void)file, (void)offset, (void)size;
+    return false;
+#endif
+}
+
+#if defined(__linux__)
+
+/* Missing in older C libraries: cachestat(2) since Linux 6.5, with the same number on all processors but Alpha. */
+#if defined(SYS_cachestat)
+#define CACHESTAT SYS_cachestat
+#elif !defined(__alpha__) && !defined(__mips__)
+#define CACHESTAT 451
+#endif
+
+static bool cached_pages(int file, uint64_t offset, uint64_t size, uint64_t *pages) {
+#if defined(CACHESTAT)
+    uint64_t range[2] = {offset, size}, counts[5]; /* the first count is that of the pages in the cache */
+    if (syscall(CACHESTAT, file, range, counts, 0u) != 0) return false;
+    *pages = counts[0];
+    return true;
+#else
+    (void)file, (void)offset, (void)size, (void)pages;
+    return false;
+#endif
+}
+
+/* Like cached_pages, for a file of this user: mincore(2) says of others' files that all pages are there. */
+static bool mapped_pages(int file, uint64_t offset, uint64_t size, uint64_t page, uint64_t *pages) {
+    struct stat status;
+    if (fstat(file, &status) != 0 || (status.st_uid != geteuid() && geteuid() != 0)) return false;
+    uint64_t first = offset - offset % page, length = offset + size - first;
+    uint8_t *mapped = mmap(NULL, (size_t)length, PROT_READ, MAP_SHARED, file, (off_t)first);
+    if (mapped == MAP_FAILED) return false;
+    unsigned char present[1024];
+    bool known = true;
+    *pages = 0;
+    for (uint64_t at = 0; known && at < length; at += sizeof present * page) {
+        uint64_t some = sl_min_u64(length - at, sizeof present * page);
+        known = mincore(mapped + at, (size_t)some, present) == 0;
+        for (uint64_t i = 0; known && i * page < some; i++) *pages += present[i] & 1;
+    }
+    munmap(mapped, (size_t)length);
+    return known;
+}
+
+#endif
+
+int32_t sl_file_resident(int64_t file, uint64_t offset, uint64_t size, uint64_t *bytes, sl_error *error) {
+#if defined(__linux__)
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), pages = 0;
+    if (size == 0 || cached_pages((int)file, offset, size, &pages) ||
+        mapped_pages((int)file, offset, size, page, &pages)) {
+        *bytes = sl_min_u64(pages * page, size);
+        return SL_OK;
+    }
+#else
+    (void)file, (void)offset, (void)size, (void)bytes;
+#endif
+    return sl_fail(error, SL_E_UNSUPPORTED, -1, "the system does not say what is in the page cache");
+}
+
+uint32_t sl_file_system(int64_t file) {
+#if defined(__linux__)
+    struct statfs status;
+    if (fstatfs((int)file, &status) == 0) return (uint32_t)status.f_type;
+#else
+    (void)file;
+#endif
+    return 0;
 }
 
 void *sl_memory_alloc(uint64_t size) {

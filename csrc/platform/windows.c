@@ -181,6 +181,23 @@ int32_t sl_platform_write(int64_t file, bool append, uint64_t offset, const void
 
 void sl_platform_write_back(int64_t file, uint64_t offset, uint64_t size) { (void)file, (void)offset, (void)size; }
 
+void sl_platform_wait_back(int64_t file, uint64_t offset, uint64_t size) { (void)file, (void)offset, (void)size; }
+
+bool sl_platform_drop(int64_t file, uint64_t offset, uint64_t size) {
+    (void)file, (void)offset, (void)size;
+    return false;
+}
+
+int32_t sl_file_resident(int64_t file, uint64_t offset, uint64_t size, uint64_t *bytes, sl_error *error) {
+    (void)file, (void)offset, (void)size, (void)bytes;
+    return sl_fail(error, SL_E_UNSUPPORTED, -1, "the system does not say what is in the page cache");
+}
+
+uint32_t sl_file_system(int64_t file) {
+    (void)file;
+    return 0;
+}
+
 void *sl_memory_alloc(uint64_t size) {
     return VirtualAlloc(NULL, (SIZE_T)size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }

@@ -25,8 +25,8 @@ from ..conversion.rules import is_of_mlx
 from ..core import checkpoint as loading
 from ..core import dtypes, packing
 from ..core.arrays import Array, index_of, refuse_masked
-from ..core.files import Located, read_if_there, read_json
-from ..core.memory import check_threads
+from ..core.files import Located, caching, read_if_there, read_json
+from ..core.memory import Cache, check_threads
 from ..core.names import Patterns, Selection
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
@@ -158,6 +158,7 @@ def check(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
 ) -> CheckReport:
     """Check weights and report faults. Findings are never raised.
 
@@ -193,6 +194,7 @@ def check(
             findings are identical to those of a single process. Headers are read in this process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        cache: "drop" leaves few pages of the files in the system's page cache, see `load`.
 
     Returns:
         The report, which is false if there are errors.
@@ -219,8 +221,9 @@ def check(
             raise ValueError("original= requires a checkpoint or a dict")
         own: Any = {"config": config, "schema": schema, "limits": limits, "values": values, "executor": executor}
         same: Any = {"only": only, "drop": drop, "storage_options": storage_options, "threads": threads}
-        report = check(source, progress=progress, **own, **same)
-        report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
+        with caching(cache):
+            report = check(source, progress=progress, **own, **same)
+            report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
         return report
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:
@@ -241,7 +244,8 @@ def check(
             if executor is not None:
                 executors.check_paths(catalog, executors.EXECUTOR)
             return _validate_tensors(CheckReport(catalog.title), catalog, options)
-    return validate_path(source, {"storage_options": storage_options}, options)
+    with caching(cache):
+        return validate_path(source, {"storage_options": storage_options}, options)
 
 
 class CheckSettings(NamedTuple):

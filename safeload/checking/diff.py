@@ -22,9 +22,10 @@ from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
 from ..core.arrays import Array, index_of
+from ..core.files import caching
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
-from ..core.memory import aligned_bytes, check_threads, thread_count, windows
+from ..core.memory import Cache, aligned_bytes, check_threads, thread_count, windows
 from ..core.names import Patterns, layer_of, natural_key, select
 from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
@@ -400,6 +401,7 @@ def diff(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
 ) -> DiffReport:
     """Compare two checkpoints tensor by tensor, holding only a few blocks (or one quantized tensor) in memory.
 
@@ -426,6 +428,7 @@ def diff(
             The report is identical to that of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total), with 8 bytes for each value.
+        cache: "drop" leaves few pages of the files in the system's page cache, see `load`.
 
     Returns:
         The report. ``same`` and ``within`` summarize it.
@@ -446,6 +449,7 @@ def diff(
     check_threads(threads)
     check_executor(executor)
     with (
+        caching(cache),
         ExitStack() as stack,
         Catalog.of(a, storage_options, stored=stored) as catalog_a,
         Catalog.of(b, storage_options, stored=stored) as catalog_b,

@@ -13,8 +13,9 @@ from ..conversion.catalog import Catalog, Given, TensorDescription, about_value,
 from ..conversion.executors import EXECUTOR, Executor, check_executor, in_memory, opened, pieces_of, run_pieces
 from ..core import dtypes, jobs
 from ..core.arrays import Array, as_array, index_of
+from ..core.files import caching
 from ..core.jobs import Origin
-from ..core.memory import check_threads
+from ..core.memory import Cache, check_threads
 from ..core.names import Patterns
 from ..core.native import lib, short
 from ..core.packing import scheme_row
@@ -235,6 +236,7 @@ def stats(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
 ) -> StatsTable: ...
 @overload
 def stats(
@@ -261,6 +263,7 @@ def stats(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
 ) -> TensorStats | StatsTable:
     """Compute statistics of a tensor, or of each tensor of a checkpoint, in a single pass on all cores.
 
@@ -285,6 +288,7 @@ def stats(
             The statistics are identical to those of a single process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
+        cache: "drop" leaves few pages of the files in the system's page cache, see `load`.
 
     Returns:
         A `TensorStats` for a single tensor. For a checkpoint, a dict of `TensorStats` by name, which prints as a table
@@ -308,7 +312,7 @@ def stats(
     check_threads(threads)
     check_executor(executor)
     if has_names(x):
-        with Catalog.of(x, storage_options) as catalog:
+        with caching(cache), Catalog.of(x, storage_options) as catalog:
             chosen = catalog.choose(names, only, drop)
             catalog.refuse_codes(chosen, "stats")
             return StatsTable(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from ..core.files import caching
 from ..core.text import printable, similar
 from .common import FAILURES, STANDARD, complain, log_to_stderr, plain, status_of, storage_options
 from .parsers import COMMANDS, command_parser, top_parser
@@ -137,7 +138,7 @@ def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
 
 def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
-        with log_to_stderr(verbose=getattr(options, "verbose", False)):
+        with log_to_stderr(verbose=getattr(options, "verbose", False)), caching(getattr(options, "cache", "keep")):
             options.storage_options = storage_options(options)
             status: int = options.run(options)
         sys.stdout.flush()

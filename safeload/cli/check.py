@@ -21,6 +21,7 @@ from ..remote.url import is_url
 from . import common
 from .parsers import (
     ADAPTER,
+    CACHE,
     DASK,
     JSON,
     JSON_LINES,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ..conversion.executors import Executor
 
 # Options of the commands that read all values.
-_READING = (*OPENING, THREADS, DASK)
+_READING = (*OPENING, THREADS, CACHE, DASK)
 
 
 # ---- check ----

@@ -16,7 +16,7 @@ from ..quant.families import presets
 from ..remote.url import is_url
 from . import common
 from .files import against_of
-from .parsers import ADAPTER, DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
+from .parsers import ADAPTER, CACHE, DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
 
 if TYPE_CHECKING:
     from ..conversion.decide import ConvertReport
@@ -110,6 +110,7 @@ continue.""",
     flag("--resume", "continue an interrupted conversion to a folder"),
     *OPENING,
     THREADS,
+    CACHE,
     DASK,
     flag("--check-result", "compare the result with the sources, and fail on anything lost or changed"),
     flag("--json", "print a summary as one JSON object"),

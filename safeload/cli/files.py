@@ -19,6 +19,7 @@ from ..core.text import plural, printable, show
 from ..errors import NoMatchError, SafeloadError
 from . import common
 from .parsers import (
+    CACHE,
     JSON,
     JSON_LINES,
     OF_SEVERAL,
@@ -247,6 +248,7 @@ and a cache prove integrity only: they do not say who made the files. Signatures
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
+    CACHE,
     JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL}",
 )
@@ -266,7 +268,7 @@ def _verified(options: argparse.Namespace, path: str) -> common.Outcome:
 
         against = signature_beside(path)
     with common.bar("verify") as progress:
-        same = common.given(options, "storage_options threads")
+        same = common.given(options, "storage_options threads cache")
         report = verify(path, against_of(against, options), progress=progress, **same)
     colour = "good" if report.ok else "error"
 

@@ -134,6 +134,14 @@ OPENING: tuple[Argument, ...] = (
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
 ADAPTER = repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight")
 THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
+CACHE = argument(
+    "--cache",
+    None,
+    "the system's cache of files: keep what is read and written (default), or drop it behind reads and writes, so that "
+    "other programs' files stay; needs Linux or another system with posix_fadvise",
+    choices=("keep", "drop"),
+    default="keep",
+)
 JSON = flag("--json", "print everything as one JSON object")
 JSON_LINES = flag("--json", "print everything as one JSON object; of several models, a line for each")
 DASK = argument(

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from ..adapters.adapter import listed
 from ..core.checkpoint import Adapters
-from ..core.files import LOCAL, LocalStore
-from ..core.memory import check_threads
+from ..core.files import LOCAL, LocalStore, caching
+from ..core.memory import Cache, check_threads
 from ..core.names import Patterns, Renames
 from ..core.opening import Signature, Verify
 from ..core.progress import Meter, Progress
@@ -61,6 +61,7 @@ def convert(
     executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
     verify: Verify = None,
 ) -> ConvertReport:
     """Convert checkpoints to another format, dtype or layout, in bounded memory.
@@ -154,6 +155,9 @@ def convert(
             shards stay after an error, as with ``resume``.
         threads: for reading and converting. None: chosen automatically, or 1 per piece with an executor.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total) of the result.
+        cache: "drop" leaves few pages of sources and results in the system's page cache, so that the conversion evicts
+            no other program's files: pages are dropped behind reads (see `load`), and written pages once they are on
+            the disk. Tensors that a conversion reads twice come from the disk twice.
         verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
             Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
 
@@ -190,6 +194,7 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
+        at_once = caching(cache)(_at_once)
         others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
         if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
             if executor is not None or resume or max_shard_size is not None:
@@ -199,15 +204,16 @@ def convert(
             options["format"], name = format or SAFETENSORS, f"<{type(dst).__name__}>"
             suffix = next(iter(written_suffixes(options["format"])), "")
             with destinations.ObjectFile(dst).staging(f"converted{suffix}") as temporary:
-                report = _at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
+                report = at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = _at_once(src, decide.request_of(place, options, **others))
+            report = at_once(src, decide.request_of(place, options, **others))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            report = convert_in_pieces(src, decide.request_of(place, options, resume=resume, **others), executor)
+            request = decide.request_of(place, options, resume=resume, **others)
+            report = caching(cache)(convert_in_pieces)(src, request, executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)

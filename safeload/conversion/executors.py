@@ -20,7 +20,8 @@ from .._version import __version__
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
-from ..core.files import LOCAL, Location, check_unchanged, identity_of
+from ..core.files import LOCAL, Location, cache_here, caching, check_unchanged, identity_of
+from ..core.memory import Cache
 from ..core.opening import reopen_subset
 from ..core.progress import Meter, Progress
 from ..core.registry import Opened, Recipe, formats_of, row_of
@@ -78,7 +79,7 @@ def run(
         try:
             if executor is not None:
                 for piece in pieces:
-                    future = executor.submit(_call, function, piece, threads or 1, token)
+                    future = executor.submit(_call, function, piece, threads or 1, token, cache_here())
                     futures[future] = len(futures)
                     future.add_done_callback(finished.put)
             for k, piece in enumerate(pieces):
@@ -137,8 +138,8 @@ def check_executor(executor: Any) -> None:
         )
 
 
-def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str) -> _T:
-    return function(piece, threads)
+def _call(function: Callable[[Any, int | None], _T], piece: Any, threads: int, token: str, cache: Cache) -> _T:
+    return caching(cache)(function)(piece, threads)
 
 
 def _quietly(call: Callable[[], Any]) -> Any:

@@ -21,7 +21,8 @@ from ..core import dtypes
 from ..core.arrays import Array, check_mapping
 from ..core.atomic_file import AtomicFile, write_pieces
 from ..core.described import pack, texts_with
-from ..core.memory import ALIGNMENT, aligned_bytes
+from ..core.files import caching
+from ..core.memory import ALIGNMENT, Cache, aligned_bytes
 from ..core.native import address_of, ffi
 from ..core.packing import CONFIG_KEY, KEY
 from ..core.quantized_tensor import QuantizedTensor
@@ -60,6 +61,7 @@ class SaveOptions(TypedDict, total=False):
     max_shard_size: int | str | None
     overwrite: bool
     durable: bool
+    cache: Cache
     storage_options: Mapping[str, Any] | None
 
 
@@ -81,6 +83,7 @@ def save(
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     durable: bool = True,
+    cache: Cache = "keep",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Future[None] | None:
     """Save tensors as a safetensors file or a folder of shards.
@@ -96,6 +99,8 @@ def save(
         max_shard_size: see `Writer`.
         overwrite: False to raise FileExistsError if the destination exists.
         durable: False to skip the fsync of a file.
+        cache: "drop" waits for the disk, also without ``durable``, and leaves few pages of the files in the system's
+            page cache, see `load`.
         storage_options: options of the filesystem behind a URL, see `open`.
 
     Returns:
@@ -118,13 +123,14 @@ def save(
     """
     options: dict[str, Any] = {"overwrite": overwrite, "durable": durable, "storage_options": storage_options}
     if not background and isinstance(tensors, Iterable) and not _is_mapping(tensors):
-        with Writer(dst, metadata=metadata, max_shard_size=max_shard_size, **options) as writer:
+        with Writer(dst, metadata=metadata, max_shard_size=max_shard_size, cache=cache, **options) as writer:
             for item in tensors:
                 writer.add(*_pair(item))
                 del item  # the generator may reuse its memory
         return None
     target, texts = target_of(dst, max_shard_size, **options), checked_metadata(metadata)
-    write = partial(write_tensors, target, metadata=texts, limit=limit_of(max_shard_size), overwrite=overwrite)
+    limit, written = limit_of(max_shard_size), caching(cache)(write_tensors)
+    write = partial(written, target, metadata=texts, limit=limit, overwrite=overwrite)
     if background:
         return _in_background(tensors, target, texts, write)
     keep: list[Any] = []
@@ -289,6 +295,7 @@ class Writer:
             names of shards lack the total number of shards, unless a single shard is enough.
         overwrite: False to raise FileExistsError if the destination exists.
         durable: False to skip the fsync of a file.
+        cache: "drop" leaves few pages of the files in the system's page cache, see `save`.
         storage_options: options of the filesystem behind a URL, see `open`.
 
     Raises:
@@ -316,6 +323,7 @@ class Writer:
         max_shard_size: int | str | None = None,
         overwrite: bool = False,
         durable: bool = True,
+        cache: Cache = "keep",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._metadata = checked_metadata(metadata)
@@ -328,6 +336,7 @@ class Writer:
         if self._in_order and self._declared is None:
             raise ValueError("the destination cannot seek: pass tensors={name: (dtype, shape)} with all its tensors")
         self._limit, self._overwrite = limit_of(max_shard_size), overwrite
+        self._cache: Cache = cache
         self._stack = ExitStack()
         self._names: set[str] = set()
         self._file: _Spool | None = None  # open
@@ -370,7 +379,8 @@ class Writer:
             for part in sources:
                 if part in self._names:
                     raise ValueError(f"tensor {show(part)} was added before; it also stores a part of {show(name)}")
-            spool = self._spool(sum(source.nbytes for source in sources.values()))
+            with caching(self._cache):
+                spool = self._spool(sum(source.nbytes for source in sources.values()))
             for part, source in sources.items():
                 self._put(spool, part, source, alone=len(sources) == 1)
             if texts is not None:
@@ -457,7 +467,7 @@ class Writer:
             raise ValueError(f"the writer is {self._state}")
         self._state = "closed"
         try:
-            with self._stack:
+            with caching(self._cache), self._stack:
                 if self._missing:
                     first, more = show(next(iter(self._missing))), len(self._missing) - 1
                     names = f"{first} and {more:,} more" if more else first

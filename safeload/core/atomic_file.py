@@ -17,7 +17,7 @@ import numpy as np
 
 from . import jobs
 from .arrays import Array, byteswapped
-from .files import Identity, copy_range, identity_of, lock, replace, sync_folder, unlock
+from .files import Identity, copy_range, drop, identity_of, lock, pages_of_new_file, replace, sync_folder, unlock
 from .native import Error, address_of, check, ffi, lib
 from .tensors import Lazy
 from .text import PathLike, native_path, unwritable
@@ -68,6 +68,7 @@ class AtomicFile:
         self._overwrite, self._durable, self._digest = overwrite, durable, digest
         self.descriptor, self._process = -1, os.getpid()
         self._position = 0
+        self._pages = pages_of_new_file()  # address of its ``sl_pages``; 0 if its pages stay in the system's cache
         try:
             self._begin(size, follow)
             return
@@ -122,10 +123,11 @@ class AtomicFile:
                 check(lib.sl_file_write(handle, end, ffi.cast("void *", address), size, error), error, self.path)
                 end += size
             else:  # the system can begin to write a durable file to the disk at once
-                op = lib.SL_OP_APPEND if self.in_order else lib.SL_OP_WRITE_BACK if self._durable else lib.SL_OP_WRITE
+                early = self._durable or self._pages
+                op = lib.SL_OP_APPEND if self.in_order else lib.SL_OP_WRITE_BACK if early else lib.SL_OP_WRITE
                 rows = []
                 for address, size in pieces:
-                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0))
+                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0, self._pages))
                     end += size
                 table, files, total = np.array(rows, dtype=jobs.JOB), [handle] * len(rows), end - self._position
                 failed = jobs.Job(handle, 0, 0, 0, origin=jobs.Origin("", path=self.path))
@@ -166,9 +168,11 @@ class AtomicFile:
         """
         if self.descriptor >= 0:
             with self._naming():
-                if self._durable and self.temporary is not None:
+                if (self._durable or self._pages) and self.temporary is not None:
                     os.fsync(self.descriptor)
                 self.identity = identity_of(os.fstat(self.descriptor))
+                if self._pages:
+                    drop(_handle(self.descriptor), self._pages, 0, self.identity.size)
                 self._close()
 
     def _naming(self) -> AbstractContextManager[None]:

@@ -13,10 +13,10 @@ from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
 from .arrays import Array, TensorLike
 from .cast import astype
-from .files import LOCAL, Located, Location
+from .files import LOCAL, Located, Location, caching
 from .forking import cached_property
 from .load import DtypeLike, LoadStats, Views, access_of, load_tensors, parse_target
-from .memory import Backend
+from .memory import Backend, Cache
 from .names import Patterns, choose
 from .opening import Paths, Seen, Verify, open_paths, pickled, reopen, seen_of
 from .packing import CONFIG_KEY, KEY
@@ -468,7 +468,7 @@ class Checkpoint(Mapping[str, TensorLike]):
                 their dtype.
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
                 private memory on all cores, and should be used if another program may truncate the file. "direct" also
-                bypasses the page cache. URLs are always read.
+                bypasses the page cache. "auto" chooses one of them, and `last_load` says why. URLs are always read.
             writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts.
             out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
                 memory with another. All are checked before the first byte is written; if reading fails, some may be
@@ -798,6 +798,7 @@ class OpenOptions(LoadOptions, total=False):
     stored: bool
     adapters: Any
     storage_options: Mapping[str, Any] | None
+    cache: Cache
     verify: Verify
 
 
@@ -810,6 +811,7 @@ def open(
     unknown_globals: UnknownGlobals = "refuse",
     stored: bool = False,
     writable: bool = True,
+    cache: Cache = "keep",
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = None,
 ) -> Checkpoint:
@@ -836,6 +838,7 @@ def open(
         stored: True shows tensors as the files name them. Otherwise a packed weight of a quantized checkpoint appears
             once, under its logical name, as a `QuantizedTensor` with its scales inside.
         writable: False makes the arrays of ``ckpt[name]`` read-only, see `load`.
+        cache: "drop" reads arrays into private memory and drops the pages of the files behind reads, see `load`.
         storage_options: options of the filesystem behind a URL, as fsspec takes them (keys, ``endpoint_url``,
             ``token``, ...); for https also ``headers``, ``timeout`` and ``retries``. A dict, even an empty one, also
             allows schemes other than https, http, hf, s3, gs, az, file, memory and ollama, and chains such as
@@ -864,9 +867,10 @@ def open(
         ...     checkpoint.tensors["conv1.bias"].dtype, checkpoint["conv1.bias"].shape
         ('F32', (128,))
     """
-    opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
-    if not writable and opened.recipe is not None:
-        opened = opened._replace(recipe=opened.recipe._replace(writable=False))
+    with caching(cache):
+        opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
+    if opened.recipe is not None:
+        opened = opened._replace(recipe=opened.recipe._replace(writable=writable, cache=cache))
     return Checkpoint(opened)
 
 
@@ -899,6 +903,7 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     dtype: Any = None,
     backend: Backend = "mmap",
+    cache: Cache = "keep",
     writable: bool = True,
     out: Mapping[str, Array] | None = None,
     threads: int | None = None,
@@ -932,7 +937,11 @@ def load(
         backend: "mmap" returns copy-on-write views unless a tensor is converted. "pread" reads into private memory
             on all cores. "direct" also bypasses the page cache, for weights outside the cache that will not be read
             again soon; it falls back to "pread" if the system has no direct I/O (some network file systems, Windows,
-            macOS). URLs are always read.
+            macOS). "auto" maps files that are in the page cache, reads others past it, and reads from network file
+            systems in large pieces; `LoadStats` has the choice and its reason. URLs are always read.
+        cache: "drop" leaves few pages of the files in the system's page cache: arrays are read into private memory, and
+            pages are dropped behind reads. Blocks of 4 MiB stay if most of them were in the cache before, because
+            other programs use them. Needs ``posix_fadvise``, which Windows and macOS do not have.
         writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts. True
             does so, too, and logs a warning, if the system refuses writable mappings.
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
@@ -955,6 +964,7 @@ def load(
         VerificationError: a file differs or is not covered; there is nothing to verify against, or no key.
         ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, a file object is closed, or
             ``verify`` and ``adapters`` are given.
+        UnsupportedError: ``cache`` is "drop", but the system cannot drop pages.
         TypeError: ``path`` is neither a path nor a binary file.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.
@@ -967,8 +977,11 @@ def load(
     """
     if adapters is not None:
         check_unadapted(verify)
-    opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
-    with Checkpoint(opened) as checkpoint:
+    options: Any = {"storage_options": storage_options, "verify": verify}
+    with (
+        caching(cache),
+        Checkpoint(open_paths(path, format, root, unknown_globals, stored, **options)) as checkpoint,
+    ):
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)

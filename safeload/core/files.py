@@ -15,11 +15,13 @@ import weakref
 from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import cache
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ..errors import FormatError, SafeloadError, exported, public
 from .arrays import Array
+from .memory import Cache
 from .native import Error, check, ffi, kept, lib, pointer, short
 from .text import PathLike, absolute, native_path, show, size, warning
 
@@ -124,6 +126,44 @@ class Unpacked:
         pass
 
 
+# ---- pages in the system's cache ----
+
+# True while files are opened and created whose pages are dropped.
+_dropping = ContextVar("dropping", default=False)
+# The ``sl_pages`` of a new file, of which no page stays.
+_NO_PAGES = ffi.new("sl_pages *")
+
+
+@contextmanager
+def caching(cache: Cache) -> Iterator[None]:
+    """Drop the pages of files opened and created in a block or a function; "keep" leaves an outer "drop" valid."""
+    if cache not in ("keep", "drop"):
+        raise ValueError(f'cache must be "keep" or "drop", got {show(cache)}')
+    token = _dropping.set(cache == "drop" or _dropping.get())
+    try:
+        if cache == "drop":
+            error = Error()
+            check(short.sl_file_drop(0, pointer(_NO_PAGES), 0, 0, pointer(error)), error, subject='cache="drop"')
+        yield
+    finally:
+        _dropping.reset(token)
+
+
+def cache_here() -> Cache:
+    """Return the argument of the outermost `caching` around this call, for other processes."""
+    return "drop" if _dropping.get() else "keep"
+
+
+def pages_of_new_file() -> int:
+    """Return the address of the ``sl_pages`` of a file that is created; 0 if its pages stay."""
+    return pointer(_NO_PAGES) if _dropping.get() else 0
+
+
+def drop(descriptor: int, pages: int, offset: int, size: int) -> None:
+    """Drop a range from the page cache; pages that are dirty, mapped or kept stay."""
+    short.sl_file_drop(descriptor, pages, offset, size, pointer(Error()))
+
+
 # ---- local files ----
 
 
@@ -155,6 +195,21 @@ _UNCHECKED = 32
 _MOST_OPEN = 4096
 # Errors of the system if the process or the machine has no free descriptor.
 NONE_FREE = (errno.EMFILE, errno.ENFILE)
+# Network file systems, and those that a process serves, by magic number: Linux's magic.h, and the sources of Lustre,
+# GPFS and BeeGFS.
+NETWORKS = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x65735546: "FUSE",
+    0x0BD00BD0: "Lustre",
+    0x01021997: "9P",
+    0x00C36400: "Ceph",
+    0x5346414F: "AFS",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+}
 # Seconds to wait for other threads to end their uses; without users, for threads that have not yet listed a file.
 _PATIENCE, _MOMENT = 30.0, 0.1
 
@@ -259,6 +314,7 @@ class LocalStore:
     gives_way = False  # True if this process may close the file in order to `replace` it
     mark: str | None = None  # identifies the content wherever a copy of it is, such as a commit; None to compare times
     closed = False  # True after `close`
+    pages = 0  # address of the ``sl_pages``; 0 if all pages stay in the system's cache
 
     def __init__(self, path: str, opened: OpenedFile, *, brief: bool = False, shown: str | None = None) -> None:
         self._descriptor: int | None = opened[0]  # None between reads
@@ -272,6 +328,8 @@ class LocalStore:
             if opened[0] > _UNCHECKED:
                 _keep_within_budget()
             _open[opened[0]] = weakref.ref(self)
+        if _dropping.get():
+            self._drop_behind(opened[0])
 
     # Defaults, because free-threaded Python drops globals before the last objects at exit.
     def __del__(self, files: Any = _open, close: Any = short.sl_file_close) -> None:
@@ -370,8 +428,32 @@ class LocalStore:
                 return False
             self._descriptor = None
             _open.pop(descriptor, None)
+            if self.pages:
+                drop(descriptor, self.pages, 0, self.size)
             short.sl_file_close(descriptor)
             return True
+
+    def _drop_behind(self, descriptor: int) -> None:
+        """Drop pages behind reads, except for blocks of which most is in the cache already: somebody else uses it."""
+        block, resident = lib.SL_PAGES_BLOCK, partial(self._resident, descriptor)
+        kept = bytes(2 * (resident(at, block) or 0) > min(block, self.size - at) for at in range(0, self.size, block))
+        self._kept = ffi.new("uint8_t[]", kept)
+        self._pages = ffi.new("sl_pages *", (self._kept, len(kept)))
+        self.pages = pointer(self._pages)
+
+    def resident(self, offset: int, size: int) -> int | None:
+        """Return how many bytes of a range are in the page cache; None if the system does not say."""
+        return self.use(self._resident, offset, size)
+
+    def _resident(self, descriptor: int, offset: int, size: int) -> int | None:
+        count = ffi.new("uint64_t *")
+        status = short.sl_file_resident(descriptor, offset, min(size, self.size - offset), pointer(count), None)
+        return int(count[0]) if status == lib.SL_OK else None
+
+    @property
+    def network(self) -> str | None:
+        """The name of the network file system, or of the file system in a process; None for others."""
+        return NETWORKS.get(self.use(short.sl_file_system))
 
     def read_into(self, offset: int, memory: Memory) -> None:
         """Fill memory with the bytes from ``offset`` on. Keeps the GIL, so it should be used for small reads only."""
@@ -380,6 +462,8 @@ class LocalStore:
         if self.use(short.sl_file_read, *arguments, None) != lib.SL_OK:
             error = Error()  # repeat the call, to get the error
             check(self.use(short.sl_file_read, *arguments, pointer(error)), error, self.path)
+        if self.pages:
+            self.use(drop, self.pages, offset, len(buffer))
 
     def map(self, writable: bool = True) -> Any:
         """Map the whole file as a buffer: privately and copy-on-write, or read-only, which some systems charge less."""
@@ -436,6 +520,8 @@ def read_from(store: ByteStore, offset: int, memory: memoryview, path: str) -> N
         count = store.use(os.preadv, [memory], offset)
         if not count:
             raise FormatError(f"the file ends at byte {offset:,}, but had {store.size:,} bytes", path, offset)
+        if store.pages:
+            store.use(drop, store.pages, offset, count)
         memory, offset = memory[count:], offset + count
 
 
@@ -472,11 +558,13 @@ Access: TypeAlias = Literal["write", "either", "read"]
 def mapping_of(store: ByteStore, access: Access = "write") -> Any:
     """Return a store's bytes as a buffer, mapped or lent until ``store.forget()``; None without one.
 
+    Mapped pages cannot be dropped, so a file whose pages are dropped is not mapped.
+
     Where a private writable mapping is refused (RLIMIT_DATA, strict overcommit, Windows' commit limit), "either" maps
     the file read-only and logs it.
     """
     make = getattr(store, "map", None)
-    if make is None:
+    if make is None or getattr(store, "pages", False):
         return None
     is_local = isinstance(store, LocalStore)
     if access != "read":

@@ -146,7 +146,7 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 # A job, with its fields in the order of `Job`.
 JOB = struct_dtype("sl_job")[
-    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"]
+    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge", "pages"]
 ]
 _GRID = struct_dtype("sl_grid")
 _CHANNELS = struct_dtype("sl_channels")
@@ -191,6 +191,9 @@ def run_jobs(
                 group["direct"] = [unbuffered.get(file, 0) for file in ours]
                 room = room or ffi.from_buffer(private_buffer(count * lib.SL_DIRECT_ROOM))
                 cursor.room, cursor.rooms = room, count
+            pages = [file.local.pages if isinstance(file, WeightFile) else 0 for file in handles]
+            if any(pages):
+                group["pages"] = [*map(dict(zip(handles, pages, strict=True)).__getitem__, ours)]
             described, slice_ms = ffi.from_buffer("sl_job[]", group), DIRECT_SLICE_MS if unbuffered else SLICE_MS
             while not cursor.finished:
                 status = lib.sl_jobs_run(described, len(group), TIER, count, slice_ms, cursor, error)
@@ -282,7 +285,7 @@ class Batch:
             if any(map(is_remote, sources)):
                 jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
                 left = sum(map(_SIZE, jobs))
-            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
+            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
             files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
             columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
             descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
@@ -393,7 +396,8 @@ def read_small(
     array, size, store = empty_array(shape, dtype), end - begin, file.store
     if size:
         address = pointer(ffi.from_buffer(array))
-        if not isinstance(store, LocalStore) or store.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
+        batched = not isinstance(store, LocalStore) or store.pages  # which drops the pages
+        if batched or file.local.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
             Batch([Job(file, begin, address, size, origin=origin)]).run()  # a failed read fails again, with a message
     return native_order(array) if _SWAPS or not array.flags.aligned else array
 

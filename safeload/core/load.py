@@ -44,7 +44,7 @@ _TARGETS = tuple(row for row in reversed(dtypes.TABLE) if dtypes.F64.converts_to
 
 # `safe_open` reads smaller tensors and slices with any backend: a view would save less than the mapping costs, and a
 # system call costs less than a batch of jobs.
-VIEWED_FROM = {"mmap": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
+VIEWED_FROM = {"mmap": 127 << 10, "auto": 127 << 10, "pread": HUGE_FROM, "direct": HUGE_FROM}
 
 # Dtypes for `parse_target`.
 DtypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
@@ -60,6 +60,7 @@ class LoadStats(NamedTuple):
         seconds: wall-clock time.
         backend: "mmap", "pread" or "direct"; "pread" also if the system refused the requested mapping or direct reads;
             "remote" if a file came over the network.
+        reason: why ``backend="auto"`` chose it; "" if the caller did.
 
     Example:
         >>> import safeload
@@ -73,6 +74,7 @@ class LoadStats(NamedTuple):
     tensors: int
     seconds: float
     backend: str
+    reason: str = ""
 
 
 def parse_target(dtype: Any) -> dtypes.Dtype | None:
@@ -117,7 +119,9 @@ def load_tensors(
     check_threads(threads)
     target = parse_target(dtype)
     started = time.perf_counter()
-    names = tensors.names
+    names, reason = tensors.names, ""
+    if backend == "auto":
+        backend, reason, threads = automatic(tensors, threads)
     remote = tensors.remote
     verified = [file for file in dict.fromkeys(file for _, file, _ in tensors) if file.verified] if remote else []
     if verified:  # hashed on several threads, before the first tensor is made
@@ -147,8 +151,38 @@ def load_tensors(
     if remote and not all(file.verified for file in tensors.files):
         backend = "remote"
     elif remote or not allowed:
+        reason = f"{reason}, and the system refused {backend}" if reason and not allowed and not remote else reason
         backend = "pread"
-    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend)
+    return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend, reason)
+
+
+# Shares of the bytes in the page cache, from which mapping them, and up to which reading past the cache, is fastest.
+_WARM, _COLD = 0.9, 0.1
+
+
+def automatic(tensors: Tensors, threads: int | None = None) -> tuple[str, str, int | None]:
+    """Choose the backend for ``"auto"``; return it, the reason, and the number of threads.
+
+    A page fault of a network file system is a request of a few pages, and a read one of megabytes; waiting for several
+    at once takes more threads than processors. The bytes between the first and the last tensor of a file stand for all.
+    """
+    total = cached = pages = 0
+    for part in tensors.by_file():
+        file, (_, _, begins, ends) = part.files[0], part.columns
+        if file.remote:
+            return "pread", "a file is behind a URL or in memory", threads
+        network = file.local.network
+        if network is not None:
+            count = thread_count(sum(ends) - sum(begins), threads, direct=True)
+            return "pread", f"{file.path} is on {network}, which is read in large pieces", count
+        begin, size = min(begins), max(ends) - min(begins)
+        resident = file.local.resident(begin, size)
+        if resident is None:
+            return "pread", "the system does not say what is in the page cache", threads
+        total, cached, pages = total + size, cached + resident, pages | file.local.pages
+    share = cached / total if total else 1.0
+    chosen = "mmap" if share >= _WARM and not pages else "direct" if share <= _COLD else "pread"
+    return chosen, f"{share:.0%} of the bytes are in the page cache", threads
 
 
 def access_of(writable: bool, out: Any) -> Access:

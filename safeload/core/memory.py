@@ -18,7 +18,9 @@ from .text import show
 
 _Item = TypeVar("_Item")
 
-Backend = Literal["mmap", "pread", "direct"]
+Backend = Literal["mmap", "pread", "direct", "auto"]
+# What happens to the pages of files in the system's cache: "drop" leaves few behind.
+Cache = Literal["keep", "drop"]
 _BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # Tensors of at least this size get memory of their own. Smaller tensors share a pool: 100,000 tensors should not

@@ -69,6 +69,7 @@ _C_TYPES = {
     "char *": ctypes.c_char_p,
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
     "uint64_t": ctypes.c_uint64,
 }
 
@@ -92,6 +93,7 @@ _SHORT = (
     "sl_safetensors_brief_header", "sl_gguf_read", "sl_gguf_free", "sl_table_find", "sl_table_list_names",
     "sl_table_shapes", "sl_table_free", "sl_free", "sl_memory_alloc", "sl_memory_free", "sl_file_open",
     "sl_file_read", "sl_file_open_direct", "sl_file_map", "sl_file_unmap", "sl_file_close", "sl_stats_merge",
+    "sl_file_resident", "sl_file_system", "sl_file_drop",
 )  # fmt: skip
 short: Any = type("short", (), {name: _bind(name) for name in _SHORT})
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args
 
 from ..errors import FormatError, exported
 from . import foreign, registry
-from .files import LOCAL, Files, Located, compare, unchanged
+from .files import LOCAL, Files, Located, caching, compare, unchanged
 from .registry import Opened, Recipe, UnknownGlobals, part
 from .text import PathLike, debug, private_text, show
 from .weight_file import WeightFile
@@ -163,7 +163,7 @@ def pickled(recipe: Recipe, seen: Seen) -> tuple[tuple[Any, ...], Seen]:
 
 def reopen(recipe: Recipe, seen: Seen) -> Opened:
     """Open the files of a path again."""
-    with unchanged(recipe.files, seen):
+    with caching(recipe.cache), unchanged(recipe.files, seen):
         opened = _open_all(recipe.paths, recipe)
     try:
         again = seen_of(opened.files, opened.index_file)

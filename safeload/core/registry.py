@@ -29,6 +29,7 @@ from . import dtypes, foreign, text
 from .arrays import array_fits
 from .files import LOCAL, WINDOW, Files, unchanged
 from .forking import cached_property
+from .memory import Cache
 from .runtime import paused
 from .table import ListedTable, Listing
 from .text import error_about, is_bare, show
@@ -663,6 +664,7 @@ class Recipe(NamedTuple):
     stored: bool = False
     files: Files = LOCAL  # the store that the paths lead to
     writable: bool = True
+    cache: Cache = "keep"
 
     def __repr__(self) -> str:
         return f"<Recipe {', '.join(map(self.files.shown, self.paths))}>"  # paths can hold the secrets of URLs
@@ -670,7 +672,7 @@ class Recipe(NamedTuple):
     @property
     def options(self) -> OpenRequest:
         """Options for opening each file."""
-        _, _, format, root, unknown_globals, _, files, _ = self
+        _, _, format, root, unknown_globals, _, files, *_ = self
         formats = None if format is None else formats_of(format)
         return OpenRequest(formats, root, unknown_globals == "inert", files)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
 # memory, 128 KiB, because that would be as slow as mapping the file.
-_SMALL = {"mmap": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
+_SMALL = {"mmap": 127 << 10, "auto": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
 _LITTLE = sys.byteorder == "little"
 _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))

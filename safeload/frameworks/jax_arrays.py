@@ -15,7 +15,7 @@ from ..core import cast, dtypes, memory, opening, quantized_tensor, registry, re
 from ..core.arrays import Array as NumpyArray
 from ..core.arrays import check_mapping, not_an_array
 from ..core.checkpoint import Checkpoint, slice_of, tensors_of
-from ..core.load import load_tensors, parse_target
+from ..core.load import automatic, load_tensors, parse_target
 from ..core.progress import Meter, Progress
 from ..core.tensors import Entry, FileTensor, Lazy, Tensors, entries_of, materialize
 from ..core.text import clip, error_about, not_installed, printable, show, tensor_named
@@ -259,6 +259,8 @@ def load(
     whole.
     """
     tensors = [tensor for parts, dtype in groups for tensor in _placed(parts, dtype, sharding)]
+    if backend == "auto":  # decided once: a tensor is mapped only if JAX copies it
+        backend, _, threads = automatic(Tensors.of(tensor.entry.tensor for tensor in tensors), threads)
     loader = _Loader(backend, checked, threads, checkpoint, merge)
     meter = Meter(progress, sum(tensor.entry.nbytes for tensor in tensors))
     arrays: dict[str, Array] = {}

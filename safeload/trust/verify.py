@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..conversion.sink import is_extra
-from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of
-from ..core.memory import check_threads, thread_count
+from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of, caching
+from ..core.memory import Cache, check_threads, thread_count
 from ..core.opening import Verify
 from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME
@@ -142,6 +142,7 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    cache: Cache = "keep",
 ) -> VerifyReport:
     """Compare the files of a model with a manifest, a model signature or the digests of a cache.
 
@@ -157,6 +158,7 @@ def verify(
         storage_options: options of the filesystem behind a URL, see `open`.
         threads: number of threads, each of which hashes a file; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
+        cache: "drop" leaves few pages of the files in the system's page cache, see `load`.
 
     Returns:
         The report. Its ``proof`` says what a match proves: a manifest or a cache proves integrity only.
@@ -188,7 +190,9 @@ def verify(
     meter = Meter(progress, total)
 
     ordered = sorted(places, key=lambda item: -sizes[item[1]])
-    checks = each(partial(_checked, expected, files, meter), ordered, max(1, thread_count(total, threads)))
+    checks = each(
+        caching(cache)(partial(_checked, expected, files, meter)), ordered, max(1, thread_count(total, threads))
+    )
     return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
 
 
