@@ -18,7 +18,7 @@ import safeload.numpy
 
 ROUNDS = files.LARGE_ROUNDS
 PEER = 'safetensors.numpy.load_file(backend="pread")'
-PREAD = 'ours, backend="pread"'
+PREAD, AUTO = 'ours, backend="pread"', 'ours, backend="auto"'
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped without posix_fadvise"
@@ -58,6 +58,7 @@ def test_load(llama: Path, table, report) -> None:
     sides = {
         "ours": lambda: safeload.numpy.load_file(llama, backend="direct"),
         PREAD: lambda: safeload.numpy.load_file(llama, backend="pread"),
+        AUTO: lambda: safeload.numpy.load_file(llama, backend="auto"),
         PEER: lambda: safetensors.numpy.load_file(llama, backend="pread"),
     }
     before = prepare(llama, 1)
@@ -67,6 +68,13 @@ def test_load(llama: Path, table, report) -> None:
         table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=2),
         table.add(job, PREAD, Comparison(samples["ours"], samples[PREAD]), target=1.3),
         table.add(job.replace("direct", "pread"), PEER, Comparison(samples[PREAD], samples[PEER])),
+        table.add(job.replace("direct", "auto"), PREAD, Comparison(samples[AUTO], samples[PREAD]), target=0.95),
+        table.add(
+            job.replace("direct", "auto"),
+            'ours, backend="direct"',
+            Comparison(samples[AUTO], samples["ours"]),
+            target=0.95,
+        ),
     ]
     if shutil.which("fio"):
         limit = [direct_read(llama) for _ in range(3)]

@@ -126,6 +126,7 @@ def test_mmap(llama: Path, table, report) -> None:
     sides = {
         "ours": lambda: safeload.numpy.load_file(llama),
         PEER: lambda: safetensors.numpy.load_file(llama),
+        'ours, backend="auto"': lambda: safeload.numpy.load_file(llama, backend="auto"),
         "limit: bare mmap, header already parsed": bare_mapping(llama),
     }
     _run("load_file 2.5 GB, mmap", sides, {PEER: 500}, llama, table, report)
