@@ -68,12 +68,9 @@ def test_load(llama: Path, table, report) -> None:
         table.add(job, PEER, Comparison(samples["ours"], samples[PEER]), target=2),
         table.add(job, PREAD, Comparison(samples["ours"], samples[PREAD]), target=1.3),
         table.add(job.replace("direct", "pread"), PEER, Comparison(samples[PREAD], samples[PEER])),
-        table.add(job.replace("direct", "auto"), PREAD, Comparison(samples[AUTO], samples[PREAD]), target=0.95),
-        table.add(
-            job.replace("direct", "auto"),
-            'ours, backend="direct"',
-            Comparison(samples[AUTO], samples["ours"]),
-            target=0.95,
+        *(
+            table.add(job.replace("direct", "auto"), side, Comparison(samples[AUTO], samples[side]), target=0.95)
+            for side in (PREAD, "ours")
         ),
     ]
     if shutil.which("fio"):

@@ -137,8 +137,8 @@ THREADS = argument("--threads", "N", "number of threads; default: chosen automat
 CACHE = argument(
     "--cache",
     None,
-    "the system's cache of files: keep what is read and written (default), or drop it behind reads and writes, so that "
-    "other programs' files stay; needs Linux or another system with posix_fadvise",
+    "the system's cache of files: keep pages (default), or drop pages behind reads and writes, so that other programs' "
+    "files stay; needs Linux or another system with posix_fadvise",
     choices=("keep", "drop"),
     default="keep",
 )

@@ -468,7 +468,7 @@ class Checkpoint(Mapping[str, TensorLike]):
                 their dtype.
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
                 private memory on all cores, and should be used if another program may truncate the file. "direct" also
-                bypasses the page cache. "auto" chooses one of them, and `last_load` says why. URLs are always read.
+                bypasses the page cache. "auto" chooses, and `last_load` says why. URLs are always read.
             writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts.
             out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
                 memory with another. All are checked before the first byte is written; if reading fails, some may be
@@ -940,8 +940,8 @@ def load(
             macOS). "auto" maps files that are in the page cache, reads others past it, and reads from network file
             systems in large pieces; `LoadStats` has the choice and its reason. URLs are always read.
         cache: "drop" leaves few pages of the files in the system's page cache: arrays are read into private memory, and
-            pages are dropped behind reads. Blocks of 4 MiB stay if most of them were in the cache before, because
-            other programs use them. Needs ``posix_fadvise``, which Windows and macOS do not have.
+            pages are dropped behind reads. Blocks of 4 MiB stay if most of them were in the cache before, for
+            other programs. Needs ``posix_fadvise``, which Windows and macOS do not have.
         writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts. True
             does so, too, and logs a warning, if the system refuses writable mappings.
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.

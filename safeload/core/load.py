@@ -156,7 +156,7 @@ def load_tensors(
     return arrays, LoadStats(nbytes, len(arrays), time.perf_counter() - started, backend, reason)
 
 
-# Shares of the bytes in the page cache, from which mapping them, and up to which reading past the cache, is fastest.
+# From this share of the bytes in the page cache, mapping is fastest; up to this share, reading past the cache is.
 _WARM, _COLD = 0.9, 0.1
 
 
