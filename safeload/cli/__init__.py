@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ..core.files import caching
 from ..core.text import printable, similar
 from .common import FAILURES, STANDARD, complain, log_to_stderr, plain, status_of, storage_options
 from .parsers import COMMANDS, command_parser, top_parser
@@ -138,7 +137,11 @@ def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
 
 def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
-        with log_to_stderr(verbose=getattr(options, "verbose", False)), caching(getattr(options, "cache", "keep")):
+        with log_to_stderr(verbose=getattr(options, "verbose", False)), ExitStack() as stack:
+            if getattr(options, "cache", None) == "drop":
+                from ..core.files import caching  # only here: help and version need no NumPy
+
+                stack.enter_context(caching("drop"))
             options.storage_options = storage_options(options)
             status: int = options.run(options)
         sys.stdout.flush()
