@@ -1,6 +1,7 @@
 """The system's page cache: ``cache="drop"`` leaves little behind, and ``backend="auto"`` asks what is there."""
 
 import ctypes
+import importlib
 import json
 import os
 import pickle
@@ -358,6 +359,20 @@ def test_every_door_takes_it(path):
     assert safeload.load(path, backend="auto", writable=False)["half"].flags.writeable is False
     with pytest.raises(SafeloadError, match='expected one of: "mmap", "pread", "direct", "auto"'):
         safeload.load(path, backend="uring")
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread", "direct", "auto"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_take_both(cold, framework, backend):
+    pytest.importorskip(framework)
+    load_file = importlib.import_module(f"safeload.{framework}").load_file
+    loaded = load_file(cold, backend=backend, cache="drop")
+    assert cached(cold) < MIB
+    expected = safeload.load(cold, backend="pread")
+    for arrays in (loaded, load_file(cold, backend=backend)):
+        assert np.array_equal(np.asarray(arrays["large"]), expected["large"])
+        assert np.array_equal(np.asarray(arrays["bytes"]), expected["bytes"])
+        assert sorted(arrays) == sorted(expected)
 
 
 # cachestat(2) as before Linux 6.5; mincore(2) answers for files of this user.
