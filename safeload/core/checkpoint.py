@@ -468,7 +468,7 @@ class Checkpoint(Mapping[str, TensorLike]):
                 their dtype.
             backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
                 private memory on all cores, and should be used if another program may truncate the file. "direct" also
-                bypasses the page cache. "auto" chooses, and `last_load` says why. URLs are always read.
+                bypasses the page cache. "auto" chooses, and ``last_load`` says why. URLs are always read.
             writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts.
             out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
                 memory with another. All are checked before the first byte is written; if reading fails, some may be
@@ -869,7 +869,7 @@ def open(
     """
     with caching(cache):
         opened = open_paths(path, format, root, unknown_globals, stored, storage_options=storage_options, verify=verify)
-    if opened.recipe is not None:
+    if opened.recipe is not None and (not writable or cache != "keep"):
         opened = opened._replace(recipe=opened.recipe._replace(writable=writable, cache=cache))
     return Checkpoint(opened)
 
