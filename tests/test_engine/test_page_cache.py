@@ -125,6 +125,30 @@ def test_converted_tensors_leave_nothing(cold):
     same(loaded, safeload.load(cold, dtype="float16"))
 
 
+@pytest.mark.parametrize("scheme", ["int8", "q8_0"])
+def test_codes_and_scales_leave_nothing(cold, tmp_path, scheme):
+    quantized = tmp_path / "quantized.safetensors"
+    safeload.convert({"w": rng.standard_normal((2048, 6400), np.float32)}, quantized, quantize=scheme)
+    drop(quantized)
+    for dtype in ("float32", None):
+        expected = safeload.load(quantized, dtype=dtype, backend="pread")
+        drop(quantized)
+        found = safeload.load(quantized, dtype=dtype, cache="drop")
+        assert cached(quantized) < MIB
+        for name, value in expected.items():
+            for k, array in {"": value}.items() if dtype else value.parts.items():
+                assert np.array_equal(array, found[name] if dtype else found[name].parts[k])
+
+
+def test_a_verified_load_leaves_nothing(cold, tmp_path):
+    manifest = tmp_path / "manifest.json"
+    assert main(["check", str(cold), "--structure", "--write-manifest", str(manifest), "--cache", "drop"]) == 0
+    assert cached(cold) < MIB
+    loaded = safeload.load(cold, verify=manifest, cache="drop")
+    assert cached(cold) < MIB
+    same(loaded, safeload.load(cold, backend="pread"))
+
+
 def test_a_tensor_alone_and_a_slice_leave_nothing_once_the_checkpoint_is_closed(cold):
     with safeload.open(cold, cache="drop") as checkpoint:
         large, part = checkpoint["large"], checkpoint.get_slice("half")[5:700, 3]
