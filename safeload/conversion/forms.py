@@ -13,7 +13,16 @@ import numpy as np
 
 from ..core.text import error_about, plural, show, warning
 from ..errors import FormatError, UnsupportedError
-from ..models.family import PLACE, GgufForm, GgufLayout, MlxForm, gguf_form, is_of_experts, without_numbers
+from ..models.family import (
+    PLACE,
+    GgufForm,
+    GgufLayout,
+    MlxForm,
+    gguf_form,
+    is_of_experts,
+    with_numbers,
+    without_numbers,
+)
 from ..models.module_names import stored_names
 from ..models.schema import MAX_EXPERTS, NUMBER, language_of
 from .catalog import Catalog
@@ -111,7 +120,7 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
         pattern, numbers = without_numbers(name)
         placed = False
         for place, layout in form.targets.get(pattern, ()):
-            target = _numbered(place, numbers)
+            target = with_numbers(place, numbers)
             if layout.when is not None and not config.integer(layout.when, int(numbers[0]) if numbers else None):
                 placed |= form.leaves_out
                 continue
@@ -151,13 +160,6 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
             raise FormatError("some layers have fused experts and some do not", catalog.title)
     kinds = " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
     return LaidOut(recipes, kinds, left_out, unknown)
-
-
-def _numbered(place: str, numbers: Sequence[str]) -> str:
-    """Return a name of the table with its numbers; that of an expert in a stack is missing."""
-    for number in numbers:
-        place = place.replace(PLACE, number, 1)
-    return place
 
 
 def _is_added(name: str, config: ModelConfig) -> bool:
@@ -290,10 +292,10 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         # Of the published tensors that llama.cpp joins, the last has fused experts.
         kind = experts.split()[-1 if " " in experts and _is_added(name, config) else 0]
         sources = [*form.layouts[pattern].items()]
-        if len(sources) > 1:  # the config can exclude some
+        if len(form.sources[pattern]) > 1:  # the config can exclude some
             sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
         place, layout = sources[-1 if kind == FUSED else 0]
-        full, shape = _numbered(place, numbers), tuple(catalog.about(name).shape)
+        full, shape = with_numbers(place, numbers), tuple(catalog.about(name).shape)
         axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if is_of_experts(name) and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
@@ -311,7 +313,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         elif layout.row and len(shape) == 1:
             recipes[full] = TensorRecipe((1, *shape), (Move(name, written=TensorView(0)),))
         elif full not in recipes:
-            targets = ((_numbered(other, numbers), part) for other, part in form.targets[place])
+            targets = ((with_numbers(other, numbers), part) for other, part in form.targets[place])
             joined = [(target, part) for target, part in targets if target in catalog]
             recipes[full] = _joined(catalog, config, form, full, joined)
     prefix = form.prefix if NAME_PREFIX in catalog.metadata else ""

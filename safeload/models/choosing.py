@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..core import dtypes
 from .family import FamilyFile, mlx_form, with_schema
-from .schema import LANGUAGE, PREFIX, Schema, SchemaEntry, language_of, listed_in
+from .schema import LANGUAGE, LAYER, PREFIX, Schema, SchemaEntry, language_of, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -33,8 +33,6 @@ _PLACED_OF = 4
 
 _COUNT = "expert"
 _ONE = ".experts.{expert}."
-# Transformers holds gate and up of all experts in one tensor.
-_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 # A part of the names of mlx-lm's stacks.
 STACK = ".switch_mlp."
 # The block of Mixtral's experts in its files, and the experts' in transformers 5.
@@ -68,7 +66,7 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
     The schema of a format needs at least half of its tensors in the model.
     """
     families = _by_format(format, names) if config is None else _by_config(config)
-    return next((Choice(_with_expert_form(family.schema, names), complete) for family, complete in families), None)
+    return next((Choice(_with_expert_form(family, names), complete) for family, complete in families), None)
 
 
 def choose_for_mlx(config: Mapping[str, Any]) -> tuple[Choice | None, Mapping[str, Any]]:
@@ -168,34 +166,38 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
 # ---- experts ----
 
 
-def _with_expert_form(schema: Schema, names: Collection[str]) -> Schema:
+def _with_expert_form(family: FamilyFile, names: Collection[str]) -> Schema:
     """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
+    schema = family.schema
     if _COUNT not in schema.counts:
         return schema
-    fused, heads = (any(name.endswith(suffix) for name in names) for suffix in (_FUSED, _EMBED))
+    places = {name: place for name, place in family.in_memory.items() if place.parts}
+    stacks = tuple({place.name.rpartition(LAYER)[2] for place in places.values()})
+    fused, heads = (any(name.endswith(suffix) for name in names) for suffix in (stacks, _EMBED))
     stacked = not fused and any(STACK in name for name in names)
-    # Mixtral under the names of transformers 5, in which llm-compressor also stores experts.
-    renamed = any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries) and any(_NEW in name for name in names)
-    modules = fused or any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
-    if not (fused or stacked or heads or renamed):
+    # Mixtral under the names of transformers 5, in which llm-compressor stores experts one by one.
+    modules = any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
+    modules = modules and any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries)
+    if not (fused or stacked or heads or modules):
         return schema
     count = schema.counts[_COUNT]
     entries: list[SchemaEntry] = []
     for entry in schema.entries:
-        name, shape = entry.name.replace(_MIXTRAL_BLOCK, ".mlp.") if renamed else entry.name, entry.shape
+        name, shape = entry.name, entry.shape
         block, one, module = name.partition(_ONE)
         inner, _, suffix = module.partition(".")
-        if one and (stacked or (renamed and modules)):
+        if one and (stacked or modules):
             inner = _RENAMED.get(inner, inner)
-            name = f"{block}{STACK if stacked else one}{inner}.{suffix}"
+            name = f"{block}{STACK}" if stacked else f"{block.replace(_MIXTRAL_BLOCK[:-1], '.mlp')}{one}"
+            name += f"{inner}.{suffix}"
         if one and stacked and shape is not None:
             shape = (count, *shape)
         if one and fused:
-            if not block.endswith(".mlp") or shape is None or not inner.startswith(("gate", "down")):
+            if (place := places.get(entry.name)) is None or place.part or shape is None:
                 continue
             rows, columns = shape
-            part, rows = ("gate_up", f"2 * ({rows})") if inner.startswith("gate") else ("down", rows)
-            name, shape = f"{block}.experts.{part}_proj", (count, rows, columns)
+            rows = f"{place.parts} * ({rows})" if place.parts > 1 else rows
+            name, shape = place.name, (count, rows, columns)
         if heads and name.endswith(_HEADS):
             stem = name.removesuffix(_HEADS)
             sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")

@@ -109,6 +109,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
+from .renamed import InMemory, in_memory
 from .schema import (
     MAX_LAYERS,
     PLACEHOLDER,
@@ -324,13 +325,14 @@ class GgufForm:
         return next(iter(self.layouts["token_embd.weight"])).removesuffix(self.embedding)
 
     def published_name(self, name: str) -> str:
-        """Return a name as it stands in the table: with the usual prefix, if it has another one of the family's."""
+        """Return a name as it stands in the table: with the usual prefix, and not as transformers has it in memory."""
         usual, *more = self._family.get("prefixes", ("",))
-        if without_numbers(name)[0] not in self.targets:
-            for prefix in more:
-                usual_name: str = usual + name.removeprefix(prefix)
-                if name.startswith(prefix) and without_numbers(usual_name)[0] in self.targets:
-                    return usual_name
+        for text in (name, *(usual + name.removeprefix(prefix) for prefix in more if name.startswith(prefix))):
+            pattern, numbers = without_numbers(text)
+            if pattern in self.targets:
+                return text
+            if pattern in self._older:
+                return with_numbers(self._older[pattern], numbers)
         return name
 
     @cached_property
@@ -346,8 +348,33 @@ class GgufForm:
         return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
+    def _in_memory(self) -> dict[str, InMemory]:
+        """Where transformers has the published tensors, by name."""
+        names = {source: None for sources in self.sources.values() for source in sources}
+        return in_memory(self.class_name, self.model_type, names, self._family.get("prefixes", ("",)))
+
+    @cached_property
+    def _older(self) -> dict[str, str]:
+        """The published tensors by their other names in memory."""
+        return {place.alone: name for name, place in self._in_memory.items()}
+
+    @cached_property
     def layouts(self) -> dict[str, dict[str, GgufLayout]]:
-        """Published tensors of each tensor of a file, with their layouts; ``{}`` stands for numbers."""
+        """Published tensors of each tensor of a file, and stacks in memory, with their layouts.
+
+        ``{}`` stands for numbers.
+        """
+        result = {name: dict(sources) for name, sources in self.sources.items()}
+        for sources in result.values():
+            for name, layout in [*sources.items()]:
+                if layout.stack and (place := self._in_memory.get(name)) is not None and place.parts:
+                    part = (place.part, place.parts) if place.parts > 1 else None
+                    sources.setdefault(place.name, layout._replace(stack=False, items=None, part=part))
+        return result
+
+    @cached_property
+    def sources(self) -> dict[str, dict[str, GgufLayout]]:
+        """Published tensors of each tensor of a file."""
         return self._table()
 
     def _table(self) -> dict[str, dict[str, GgufLayout]]:
@@ -397,6 +424,13 @@ class GgufForm:
 def without_numbers(name: str) -> tuple[str, list[str]]:
     """Return a name with ``{}`` for each number, and the numbers."""
     return _NUMBERS.sub(PLACE, name), _NUMBERS.findall(name)
+
+
+def with_numbers(pattern: str, numbers: Iterable[str]) -> str:
+    """Return a name with numbers for each ``{}``, as many as there are."""
+    for number in numbers:
+        pattern = pattern.replace(PLACE, number, 1)
+    return pattern
 
 
 def is_kept_f32(name: str) -> bool:
@@ -477,7 +511,7 @@ class MlxForm(GgufForm):
         return {name: role for origin, role in sources for name in ((origin,) if isinstance(origin, str) else origin)}
 
     @cached_property
-    def layouts(self) -> dict[str, dict[str, GgufLayout]]:
+    def sources(self) -> dict[str, dict[str, GgufLayout]]:
         """Published tensors of each tensor, with their layouts; others than in the table keep their names."""
         own = self._table()
         named = {source for sources in own.values() for source in sources}
@@ -548,8 +582,35 @@ class FamilyFile:
 
     @cached_property
     def schema(self) -> Schema:
-        """The published tensors."""
-        return Schema.of(self.name, _merged(self.name))
+        """The published tensors, also under their names in memory."""
+        schema, places = Schema.of(self.name, _merged(self.name)), self.in_memory
+        entries = (
+            entry._replace(also=(*entry.also, place.alone))
+            if (place := places.get(entry.name)) is not None and place.alone != entry.name
+            else entry
+            for entry in schema.entries
+        )
+        return replace(schema, entries=tuple(entries)) if places else schema
+
+    @cached_property
+    def in_memory(self) -> dict[str, InMemory]:
+        """Where transformers has the published tensors, by the names of the schema."""
+        content = _merged(self.name)
+        prefixes, tensors = content.get("prefixes", ("",)), content.get("tensors", ())
+        kind = next(iter(self.architectures), ""), next(iter(self.model_types), "")
+        places = in_memory(*kind, (name.replace(PREFIX, prefixes[0]) for name in tensors), prefixes)
+
+        def with_prefix(text: str) -> str:
+            return PREFIX + text.removeprefix(prefixes[0])
+
+        result = {}
+        for name in tensors:
+            place = places.get(name.replace(PREFIX, prefixes[0]))
+            if place is not None and PREFIX in name:
+                place = place._replace(name=with_prefix(place.name), alone=with_prefix(place.alone))
+            if place is not None:
+                result[name] = place
+        return result
 
     @cached_property
     def mlx(self) -> MlxForm:

@@ -13,14 +13,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
-from .schema import listed_in
+from .schema import PLACEHOLDER, listed_in
 
 _data = partial(read_data, __name__, "renamed.json")
 
@@ -152,6 +152,54 @@ def _rules(config: Mapping[str, Any]) -> Iterator[_Rule]:
 def has_rules(config: Mapping[str, Any] | None) -> bool:
     """Return whether transformers renames tensors of this model."""
     return config is not None and next(_rules(config), None) is not None
+
+
+class InMemory(NamedTuple):
+    """Where transformers has a published tensor in memory."""
+
+    name: str  # of the tensor, or of the stack of experts that has it
+    alone: str  # of the tensor; what has this name is stacked
+    part: int  # number of the part of the rows of each expert's matrix
+    parts: int  # 0 without a stack
+
+
+# Stand for placeholders in names; no name has such numbers.
+_NUMBERS_FROM = 7_000_000
+
+
+def in_memory(class_name: str, model_type: str, names: Iterable[str], prefixes: Sequence[str]) -> dict[str, InMemory]:
+    """Return where a class of transformers has published tensors, by their names with placeholders for numbers.
+
+    Names that it keeps are left out. Of a family's ``prefixes``, names have the first.
+    """
+    rules = [*_rules({"architectures": [class_name], "model_type": model_type})]
+    stacks = [rule for rule in rules if rule.kind == _STACK]
+    result = {}
+    for name in names if rules else ():
+        text, slots = name, dict[str, str]()
+        while (slot := PLACEHOLDER.search(text)) is not None:
+            slots[number := str(_NUMBERS_FROM + len(slots))] = slot[0]
+            text = text.replace(slot[0], number, 1)
+        for rule in rules:
+            if not rule.kind and (change := rule.apply(text)) is not None:
+                text = change[1][0]
+        alone, part, parts = text, 0, 0
+        for rule in stacks:
+            if not parts and (change := rule.apply(text)) is not None:
+                part, (text,), parts = *change, len(rule.pattern.groupindex)
+
+        def published(text: str, name: str = name, slots: Mapping[str, str] = slots) -> str:
+            if name.startswith(prefixes[0]):
+                prefix = max((prefix for prefix in prefixes if text.startswith(prefix)), key=len, default=None)
+                text = text if prefix is None else prefixes[0] + text.removeprefix(prefix)
+            for number, slot in slots.items():
+                text = text.replace(number, slot)
+            return text
+
+        place = InMemory(published(text), published(alone), part, parts)
+        if place.name != name:
+            result[name] = place
+    return result
 
 
 class ModelNames:
