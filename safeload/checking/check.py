@@ -28,6 +28,7 @@ from ..core.arrays import Array, index_of, refuse_masked
 from ..core.files import Located, caching, read_if_there, read_json
 from ..core.memory import Cache, check_threads
 from ..core.names import Patterns, Selection
+from ..core.opening import Paths
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor
 from ..core.registry import BY_NAME, GGUF
@@ -51,6 +52,7 @@ from ..remote.places import places_of
 from . import files, structure
 from .diff import diff
 from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
+from .info import misfits_of
 from .proof import findings_of
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
 from .structure import Descriptions
@@ -152,6 +154,7 @@ def check(
     values: bool = True,
     original: Given | None = None,
     adapters: Any = None,
+    base: Paths | None = None,
     only: Patterns = None,
     drop: Patterns = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -185,6 +188,8 @@ def check(
         original: the source of a conversion of which this is the result. Tensors that the result lost or changed are
             errors, with the cause, unless the rounding of its format explains them; see `diff` for forms.
         adapters: LoRA adapters that the conversion merged into the original, as in `convert`.
+        base: the model of a LoRA adapter, if this is one. Modules that the model lacks, and matrices of another shape
+            than its own, are errors.
         only: shell pattern, or several, of the tensors with values to check. Findings about values and shapes of other
             tensors are left out of the report. Missing tensors are always reported.
         drop: shell pattern, or several, of tensors to leave out in the same way.
@@ -200,7 +205,8 @@ def check(
         The report, which is false if there are errors.
 
     Raises:
-        ValueError, TypeError: invalid arguments, such as ``executor`` with tensors in memory.
+        ValueError, TypeError: invalid arguments, such as ``executor`` with tensors in memory, or ``base`` without an
+            adapter.
         TensorNotFoundError: a pattern matches no tensor.
         FormatError: the file of the config is invalid.
         OSError: the file cannot be opened: FileNotFoundError, PermissionError, ...
@@ -216,14 +222,19 @@ def check(
     )
     if original is None and adapters is not None:
         raise ValueError("adapters= belongs to original=: pass the source that they were merged into")
-    if original is not None:
+    if original is not None or base is not None:
         if isinstance(source, (np.ndarray, QuantizedTensor)) or shape is not None:
-            raise ValueError("original= requires a checkpoint or a dict")
+            raise ValueError(f"{'base=' if original is None else 'original='} requires a checkpoint or a dict")
         own: Any = {"config": config, "schema": schema, "limits": limits, "values": values, "executor": executor}
         same: Any = {"only": only, "drop": drop, "storage_options": storage_options, "threads": threads}
         with caching(cache):
             report = check(source, progress=progress, **own, **same)
-            report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
+            if original is not None:
+                report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
+            if base is not None:
+                if isinstance(source, (Mapping, Catalog)) and not isinstance(source, loading.Checkpoint):
+                    raise ValueError("base= requires the path of an adapter, or an open checkpoint")
+                report.add(misfits_of(source, base, storage_options))
         return report
     if isinstance(source, (np.ndarray, QuantizedTensor)):
         if executor is not None:

@@ -43,6 +43,7 @@ _DETAILS = re.compile(
 # The text of each rule, by its usual severity. The code of a finding is its rule up to the colon.
 _RULES: Mapping[Severity, Mapping[str, str]] = {
     ERROR: {
+        "adapter.base": "{problem}",
         "array.shape": "has shape {shape}, expected [{sizes}]",
         "file.crc": "zip entry {entry} of {path}{more}: {fault}",
         "file.forbidden": "{problem}",

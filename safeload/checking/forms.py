@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate, product
+from typing import Any, NamedTuple, TypeAlias
 
 from ..conversion.arranging import like
 from ..conversion.catalog import Catalog, RestructuredCatalog, TensorDescription
@@ -23,6 +24,7 @@ from ..core.packing import Packed
 from ..models.diffusion import ARCHITECTURE
 from ..models.family import gguf_architectures, without_numbers
 from ..models.module_names import stored_names
+from ..models.renamed import Joined, ModelNames, Place, Stacked, Turned, Unmapped, has_rules
 
 _F32 = dtypes.BY_CODE["F32"]
 _ROTATIONS = "factors of rotations, which follow from the config"
@@ -102,13 +104,14 @@ def common_form(a: Catalog, b: Catalog) -> Forms:
     if files[0] != files[1] and not any(name in b for name in a):
         forms = _with_file(b, a) if files[0] else _with_file(a, b)
         return forms._replace(**{key: getattr(forms, key)[::-1] for key in _OF_SIDES}) if files[0] else forms
-    catalogs = like(a, b), like(b, a)
-    made_like = next((other for own, other in zip(catalogs, (b, a), strict=True) if own.makes), None)
-    form = "" if made_like is None else f"experts as in {made_like.title}"
-    form = "layout of mlx-lm" if made_like is not None and is_of_mlx(made_like) else form
-    if not any(catalog.makes for catalog in (*catalogs, a, b)):
-        catalogs, unwrapped = _without_wrappers(*catalogs)
-        form = "names without wrappers" if unwrapped else ""
+    catalogs, form = (a, b), ""
+    if not any(catalog.makes or is_of_mlx(catalog) for catalog in (a, b)):
+        catalogs, form = _with_common_names(a, b)
+    if not form:
+        catalogs = like(a, b), like(b, a)
+        made_like = next((other for own, other in zip(catalogs, (b, a), strict=True) if own.makes), None)
+        form = "" if made_like is None else f"experts as in {made_like.title}"
+        form = "layout of mlx-lm" if made_like is not None and is_of_mlx(made_like) else form
     catalogs, tied = _with_heads(*catalogs)
     return Forms(catalogs, form, tied=tied)
 
@@ -183,22 +186,61 @@ def _head_of(model: Catalog, name: str) -> str | None:
     return stored_names(model, model.title).get(name)
 
 
-def _without_wrappers(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], bool]:
-    """Return checkpoints of which one has names with the wrappers of a framework without these wrappers."""
-    if any(name in b for name in a) or a.in_memory or b.in_memory:
-        return (a, b), False
+def _with_common_names(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], str]:
+    """Return checkpoints under the names of transformers, or without wrappers of a framework, if names then agree."""
+    common, config = sum(name in b for name in a), a.config or b.config
+    renames = has_rules(config)
+    if a.in_memory or b.in_memory or (common and not renames):
+        return (a, b), ""
     stored = [stored_names(catalog, catalog.title) for catalog in (a, b)]
-    if stored[0].keys().isdisjoint(stored[1]):
-        return (a, b), False
-    first, second = (_renamed(catalog, names) for catalog, names in zip((a, b), stored, strict=True))
-    return (first, second), True
+    known = [ModelNames(config, names) for names in stored]
+    # Names that are those in memory already can stay: rules are for published names.
+    choices = product(*[(dict(each.places), dict[str, Any](each.stored)) for each in known])
+    sides = max(choices, key=lambda pair: len(pair[0].keys() & pair[1].keys()))
+    for own, other, each in zip(sides, reversed(sides), reversed(known), strict=True):
+        for stack, experts in each.stacks.items():
+            if stack in own and stack not in other and experts.keys() <= other.keys():
+                place = own.pop(stack)
+                own.update((name, expert._replace(stored=place)) for name, expert in experts.items())
+    if len(sides[0].keys() & sides[1].keys()) <= common:
+        return (a, b), ""
+    first, second = (_renamed(catalog, places) for catalog, places in zip((a, b), sides, strict=True))
+    return (first, second), "names of transformers" if renames else "names without wrappers"
 
 
-def _renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
-    if all(name == stored for name, stored in names.items()):
+def _renamed(catalog: Catalog, places: Mapping[str, Any]) -> Catalog:
+    if all(name == place for name, place in places.items()):
         return catalog
-    recipes = {name: _whole(catalog, stored) for name, stored in names.items()}
+    recipes = {name: recipe for name, place in places.items() if (recipe := _made(catalog, place)) is not None}
+    used = {source for recipe in recipes.values() for source in recipe.sources}
+    recipes |= {name: _whole(catalog, name) for name in catalog if name not in used}
     return RestructuredCatalog(catalog, recipes, metadata=catalog.metadata, config=catalog.config, for_engine=True)
+
+
+def _made(catalog: Catalog, place: Place | Stacked) -> TensorRecipe | None:
+    """Return the recipe of a tensor of the model; None if it is computed, or if shapes do not allow it."""
+    if isinstance(place, str):
+        return _whole(catalog, place)
+    if isinstance(place, Unmapped):
+        return None
+    stored = place.stored if isinstance(place, Joined) else (place.stored,)
+    shapes = [tuple(catalog.about(name).shape) for name in stored]
+    (rows, *columns), *_ = (shape[isinstance(place, Stacked) :] or (0,) for shape in shapes)
+    if isinstance(place, Joined):
+        ends = [*accumulate(next(iter(shape), 0) for shape in shapes)]
+        parts = [slice(end - shape[0], end) for shape, end in zip(shapes, ends, strict=True) if shape]
+        moves = [Move(name, written=TensorView(rows=part)) for name, part in zip(stored, parts, strict=False)]
+        fits = {shape[1:] for shape in shapes} == {tuple(columns)} and len(parts) == len(shapes)
+        return TensorRecipe((ends[-1], *columns), tuple(moves)) if fits else None
+    if isinstance(place, Turned):
+        if len(columns) != 1:
+            return None
+        return TensorRecipe((columns[0], rows), (Move(place.stored, TensorView(transposed=True)),))
+    if rows % place.parts or (isinstance(place, Stacked) and place.expert >= next(iter(shapes[0]), 0)):
+        return None
+    size, item = rows // place.parts, place.expert if isinstance(place, Stacked) else None
+    part = slice(place.number * size, (place.number + 1) * size)
+    return TensorRecipe((size, *columns), (Move(place.stored, TensorView(item, part)),))
 
 
 def _with_heads(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], dict[str, str]]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
@@ -21,11 +22,12 @@ from ..core.runtime import paused
 from ..core.showing import Result, parts_of, plain, quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ..core.table import TensorInfo
 from ..core.text import clip, plural, printable, show, size
-from ..errors import SafeloadError, exported, one_line, public
+from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, model_of
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
+from .findings import Finding, find
 
 ROWS = 100  # at most, on a terminal
 _ITEMS = 8  # values shown of a list in the metadata, such as a vocabulary; --json has all
@@ -373,12 +375,16 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 
 
 def _adapter(
-    path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None = None
+    path: str,
+    opened: Checkpoint,
+    base: Paths | None,
+    storage_options: Mapping[str, Any] | None = None,
+    problems: list[SafeloadError] | None = None,
 ) -> Found:
     summary: Found = None
     if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
         try:
-            summary = _summarized(opened, base, storage_options)
+            summary = _summarized(opened, base, storage_options, problems)
         except (SafeloadError, OSError) as error:
             if base is not None:
                 raise
@@ -388,7 +394,12 @@ def _adapter(
     return summary
 
 
-def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
+def _summarized(
+    opened: Checkpoint,
+    base: Paths | None,
+    storage_options: Mapping[str, Any] | None,
+    problems: list[SafeloadError] | None,
+) -> AdapterSummary:
     from ..adapters import adapter as parts  # imported here: few files are adapters
     from ..adapters.merge import fit
 
@@ -405,11 +416,13 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     fitting = None
     if base is not None:
         with loading.open(base, storage_options=storage_options) as opened_base:
-            problems: list[SafeloadError] = []
-            _, merge = fit(opened_base, [adapter], problems)
+            found: list[SafeloadError] = []
+            _, merge = fit(opened_base, [adapter], found)
             packed = sum(merge.base.target(name).row is None for name in merge.changes)
-            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in problems]
+            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in found]
             fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
+            if problems is not None:
+                problems += found
     return AdapterSummary(
         " and ".join(method) or "LoRA",
         "MLX" if adapter.mlx else "PEFT",
@@ -423,6 +436,24 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
         adapter.config,
         fitting,
     )
+
+
+def misfits_of(
+    source: Paths | Checkpoint, base: Paths, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[Finding]:
+    """Find the tensors of an adapter that do not fit a base."""
+    problems: list[SafeloadError] = []
+    with ExitStack() as stack:
+        opened = source
+        if not isinstance(opened, Checkpoint):
+            opened = stack.enter_context(loading.open(opened, storage_options=storage_options))
+        try:
+            _adapter(opened.path, opened, base, storage_options, problems)
+        except (FormatError, UnsupportedError) as error:
+            problems.append(error)
+    for problem in problems:
+        text, about = one_line(problem).removeprefix(f"{problem.path}: "), f"tensor {show(problem.tensor or '')} "
+        yield find("adapter.base", problem.tensor, problem=text.removeprefix(about).removeprefix("of the adapter "))
 
 
 def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], str]) -> list[str]:

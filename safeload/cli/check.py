@@ -68,6 +68,7 @@ def _schemas() -> list[str]:
   safeload check model.safetensors --config config.json --schema llama
   safeload check suspicious.pth --unknown-globals inert --range -10 10
   safeload check llama.gguf --source Llama-3.2-1B/
+  safeload check my-lora/ --base Llama-3.2-1B/
   safeload check -r models/ --json > results.jsonl
   safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
   safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
@@ -90,6 +91,7 @@ def _schemas() -> list[str]:
     ),
     argument("--source", "SOURCE", "find what a conversion lost or changed of this source, with the cause"),
     ADAPTER,
+    argument("--base", "BASE", "find what does not fit this model, if PATH is a LoRA adapter"),
     argument("--parameters", "N", "expected number of elements in all tensors", type=int),
     one_of(
         argument("--scale", "X", "expected scale of int8 tensors", type=float),
@@ -111,6 +113,7 @@ def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.paths``."""
     from ..checking.check import settings, validate_path
     from ..checking.findings import HARMLESS_WARNINGS, find
+    from ..checking.info import misfits_of
     from ..checking.proof import findings_of
     from ..conversion.destinations import Output
     from ..trust.digests import is_manifest
@@ -128,7 +131,8 @@ def check(options: argparse.Namespace) -> int:
     if options.range is not None:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
-    repeated = options.manifest is not None or output is not None or options.source is not None
+    again = options.manifest, output, options.source, options.base
+    repeated = any(option is not None for option in again)
     with common.cluster(options.dask) as executor:
 
         def examine(path: str) -> common.Outcome:
@@ -150,6 +154,8 @@ def check(options: argparse.Namespace) -> int:
                         same = common.given(options, "only drop storage_options threads")
                         adapters = None if options.adapter is None else [*map(common.adapter, options.adapter)]
                         report.add(findings_of(place, options.source, adapters=adapters, progress=progress, **same))
+                if options.base is not None:
+                    report.add(misfits_of(place, options.base, **common.given(options, "storage_options")))
                 if report.files and (options.manifest is not None or output is not None):
                     try:
                         _manifest(report, place, options, executor, output)

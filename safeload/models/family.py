@@ -327,6 +327,7 @@ class GgufForm:
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, and not as transformers has it in memory."""
         usual, *more = self._family.get("prefixes", ("",))
+        text: str
         for text in (name, *(usual + name.removeprefix(prefix) for prefix in more if name.startswith(prefix))):
             pattern, numbers = without_numbers(text)
             if pattern in self.targets:

@@ -57,6 +57,15 @@ class Turned(NamedTuple):
     stored: str
 
 
+class Stacked(NamedTuple):
+    """An expert's matrix, or a part of its rows, in a stack."""
+
+    stored: str
+    expert: int
+    number: int  # of the part
+    parts: int
+
+
 class Unmapped(NamedTuple):
     """A tensor of the model that is computed from stored tensors in another way."""
 
@@ -88,12 +97,12 @@ class _Rule(NamedTuple):
         return int(group[1:]), [scope + rest.replace(match[0], target, 1) for target in targets]
 
 
-def _changed(changes: Iterable[_Rule], name: str) -> tuple[str, int, list[str]]:
-    """Return how a tensor changes, the number of the source that it is, and the names of the results."""
+def _changed(changes: Iterable[_Rule], name: str) -> tuple[str, int, list[str], int]:
+    """Return how a tensor changes, the number of the source that it is, the names of the results, and all sources."""
     for rule in changes:
         if (change := rule.apply(name)) is not None:
-            return (rule.kind, *change) if rule.kind != _STACK else (_STACK, 0, [name])
-    return _STACK, 0, [name]
+            return rule.kind, *change, len(rule.pattern.groupindex)
+    return "", 0, [name], 0
 
 
 @cache
@@ -207,7 +216,7 @@ class ModelNames:
 
     def __init__(self, config: Mapping[str, Any] | None, stored: Mapping[str, str]) -> None:
         """Take stored names by their names without wrappers."""
-        self._stored, self._config = stored, config or {}
+        self.stored, self._config = stored, config or {}
         self._rules = tuple(_rules(self._config)) if config else ()
         self._prefixes = [f"{prefix}." for prefix in _prefixes(self._config)]
 
@@ -217,12 +226,21 @@ class ModelNames:
 
     @cached_property
     def places(self) -> Mapping[str, Place]:
-        """The places of the tensors by their names in memory."""
+        """The places of the tensors by their names in memory; experts are not stacked."""
+        return self._mapped[0]
+
+    @property
+    def stacks(self) -> Mapping[str, Mapping[str, Stacked]]:
+        """The experts in each stack that transformers makes of them, by the name that `places` has."""
+        return self._mapped[1]
+
+    @cached_property
+    def _mapped(self) -> tuple[Mapping[str, Place], Mapping[str, Mapping[str, Stacked]]]:
         if not self._rules:
-            return self._stored
-        experts = {name: match[1] for name in self._stored if (match := _EXPERT.search(name)) is not None}
+            return self.stored, {}
+        experts = {name: match[1] for name in self.stored if (match := _EXPERT.search(name)) is not None}
         first = {name: name.replace(f".experts.{number}.", _FIRST, 1) for name, number in experts.items()}
-        names = {first.get(name, name): first.get(name, name) for name in self._stored}
+        names = {first.get(name, name): first.get(name, name) for name in self.stored}
         for rule in self._rules:
             if rule.kind in ("", _GROUP):
                 matches = {name: change for name, text in names.items() if (change := rule.apply(text)) is not None}
@@ -231,9 +249,15 @@ class ModelNames:
         changes = [rule for rule in self._rules if rule.kind not in ("", _GROUP)]
         changed = {name: _changed(changes, text) for name, text in names.items()}
         places: dict[str, Place] = {}
+        stacks: dict[str, dict[str, Stacked]] = {}
         joined: dict[str, dict[int, str]] = {}
-        for name, stored in self._stored.items():
-            kind, source, targets = changed[first.get(name, name)]
+        for name, stored in self.stored.items():
+            kind, source, targets, sources = changed[first.get(name, name)]
+            if kind == _STACK:
+                stack, targets = targets[0], [names[first.get(name, name)]]
+                if name in experts:
+                    alone = targets[0].replace(_FIRST, f".experts.{experts[name]}.", 1)
+                    stacks.setdefault(stack, {})[alone] = Stacked(stack, int(experts[name]), source, sources)
             for number, text in enumerate(targets):
                 target = text.replace(_FIRST, f".experts.{experts[name]}.", 1) if name in experts else text
                 place: Place = stored
@@ -244,12 +268,12 @@ class ModelNames:
                     place = Joined(tuple(joined[target][k] for k in sorted(joined[target])))
                 elif kind == _TURN:
                     place = Turned(stored)
-                elif kind != _STACK:
+                elif kind not in ("", _STACK):
                     place = Unmapped(f"transformers computes it from {show(stored)} in a way that is not supported")
                 elif target in places:
                     place = Unmapped(f"more than one tensor is {show(target)} of the model, such as {show(stored)}")
                 places[target] = place
-        return places
+        return places, stacks
 
     @cached_property
     def _bare(self) -> dict[str, list[str]]:
@@ -271,7 +295,7 @@ class ModelNames:
         for rule in self._renamings:
             if (change := rule.apply(renamed)) is not None:
                 renamed = change[1][0]
-        if (place := self.places.get(renamed)) is None and (place := self._stored.get(name)) is None:
+        if (place := self.places.get(renamed)) is None and (place := self.stored.get(name)) is None:
             names = self._bare.get(self._without_prefix(renamed), ())
             place = self.places[names[0]] if len(names) == 1 else None
         return place
