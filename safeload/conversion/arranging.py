@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -11,8 +11,17 @@ from typing import Any
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
-from ..models.family import MlxForm, changed_by_mlx, engine_model_types, mlx_form, without_numbers
-from ..models.schema import MAX_EXPERTS, listed_in
+from ..models.family import (
+    PLACE,
+    MlxForm,
+    changed_by_mlx,
+    engine_model_types,
+    mlx_form,
+    with_numbers,
+    with_schema,
+    without_numbers,
+)
+from ..models.schema import MAX_EXPERTS, PLACEHOLDER, PREFIX, listed_in
 from ..quant.families import Preset, presets
 from ..quant.mlx import without_older_keys
 from ..quant.quantization import without_quantization
@@ -26,7 +35,6 @@ from .rules import is_of_mlx, not_as_in_mlx
 _FUSED_WEIGHT = re.compile(r"(.*layers\.[0-9]+\.(?:.+\.)?experts)\.(gate_up_proj|down_proj)(?:\.weight)?", re.ASCII)
 _FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_HALF = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
-_FUSED_TYPES = frozenset(("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"))
 _WEIGHT = ".weight"
 
 
@@ -42,15 +50,42 @@ def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | Non
             return catalog
         return _to_mlx(catalog, preset, form, whole=results is None, told=told and results is None)
     model_type = None if catalog.config is None else catalog.config.get("model_type")
-    divides = preset.engine.quantizes_experts and isinstance(model_type, str)
-    fused = [name for name in catalog if _FUSED_WEIGHT.fullmatch(name)] if divides else []
-    if divides and model_type not in _FUSED_TYPES:
-        known = model_type in engine_model_types()
-        fused = [] if known else [name for name in fused if _shows_rows(catalog, name, results)]
-    if not fused:
+    if not (preset.engine.quantizes_experts and isinstance(model_type, str)):
+        return catalog
+    names, stacks = _published(catalog, model_type)
+    if not (names or stacks or model_type in engine_model_types()):
+        fused = {name: match for name in catalog if (match := _FUSED_WEIGHT.fullmatch(name)) is not None}
+        stacks = {
+            name: [f"{match[1]}.{PLACE}.{module}{_WEIGHT}" for module in _FUSED_PARTS[match[2]]]
+            for name, match in fused.items()
+            if _shows_rows(catalog, name, results)
+        }
+    if not (names or stacks):
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
-    return _for_engine(catalog, _parts(catalog, fused))
+    return _for_engine(catalog, _parts(catalog, names, stacks))
+
+
+def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the published names of tensors under names in memory, and of the experts in stacks, in order."""
+    family = next((each for each in with_schema().values() if model_type in each.model_types), None)
+    places = () if family is None else sorted(family.in_memory.items(), key=lambda item: item[1].part)
+    older: dict[str, str] = {}
+    experts: dict[str, list[str]] = {}
+    for published, place in places:
+        name, stack, alone = (PLACEHOLDER.sub(PLACE, text.replace(PREFIX, "")) for text in (published, *place[:2]))
+        older[alone] = name
+        if place.parts:
+            experts.setdefault(stack, []).append(name)
+    names, stacks = {}, {}
+    for name in catalog if places else ():
+        pattern, numbers = without_numbers(name)
+        prefix, layers, rest = pattern.rpartition("layers.")  # any prefix
+        if (stack_of := experts.get(layers + rest) or experts.get(layers + rest.removesuffix(_WEIGHT))) is not None:
+            stacks[name] = [with_numbers(prefix + each, numbers) for each in stack_of]
+        elif layers + rest in older:
+            names[name] = with_numbers(prefix + older[layers + rest], numbers)
+    return names, stacks
 
 
 def _for_engine(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> RestructuredCatalog:
@@ -86,22 +121,20 @@ def _shows_rows(catalog: Catalog, name: str, results: Collection[str] | None) ->
     return (rows, columns) == (2 * width, outputs)
 
 
-def _parts(catalog: Catalog, fused: Collection[str]) -> dict[str, TensorRecipe]:
+def _parts(catalog: Catalog, names: Mapping[str, str], stacks: Mapping[str, Sequence[str]]) -> dict[str, TensorRecipe]:
     """Return all tensors of a model, with separate experts."""
     parts = {}
     for name in catalog:
-        shape = tuple(catalog.about(name).shape)
-        match = _FUSED_WEIGHT.fullmatch(name) if name in fused else None
-        if match is None or len(shape) != 3:
-            parts[name] = TensorRecipe(shape, (Move(name),))
+        shape, modules = tuple(catalog.about(name).shape), stacks.get(name, ())
+        if not modules or len(shape) != 3:
+            parts[names.get(name, name)] = TensorRecipe(shape, (Move(name),))
             continue
-        modules = _FUSED_PARTS[match[2]]
         if shape[1] % len(modules) or not 0 < shape[0] <= MAX_EXPERTS:
             raise error_about(FormatError, f"{list(shape)} does not hold experts", tensor=name)
         rows = shape[1] // len(modules)
         for expert, (k, module) in product(range(shape[0]), enumerate(modules)):
             part = slice(None) if len(modules) == 1 else slice(k * rows, (k + 1) * rows)
-            full = f"{match[1]}.{expert}.{module}{_WEIGHT}"
+            full = with_numbers(module, [str(expert)])
             if full in catalog:
                 raise error_about(FormatError, f"is also a part of {show(name)}", tensor=full)
             parts[full] = TensorRecipe((rows, shape[2]), (Move(name, TensorView(expert, part)),))
