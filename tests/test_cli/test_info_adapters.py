@@ -7,6 +7,7 @@ import pytest
 from builders.adapters import LORA, pair, write
 from builders.inside import main
 
+import safeload
 from safeload.numpy import save_file
 
 
@@ -129,3 +130,36 @@ def test_a_base_is_for_adapters(base, tmp_path, capsys):
     assert status == 1
     assert "adapter_config.json" in error
     assert info(capsys, adapter)[0] == 0
+
+
+def test_check_finds_what_does_not_fit_a_base(base, tmp_path, capsys):
+    good, bad = write(tmp_path / "good", pair()), write(tmp_path / "bad", {**pair(rows=7), **pair(module="v")})
+    assert safeload.check(good, base=base).ok
+    with safeload.open(bad) as opened:
+        report = safeload.check(opened, base=base)
+    found = [finding for finding in report.errors if finding.code == "adapter.base"]
+    assert [finding.tensor for finding in found] == [
+        f"base_model.model.{end}.weight" for end in ("w.lora_B", "v.lora_A")
+    ]
+    assert "is [7, 2], but 'w.weight' of" in found[0].message
+    assert found[1].message.startswith("belongs to 'v.weight', which ")
+    capsys.readouterr()
+    assert main(["check", str(good), "--base", str(base)]) == 0
+    assert main(["check", str(bad), "--base", str(base)]) == 1
+    assert "adapter.base" in capsys.readouterr().out
+    assert main(["check", "--json", str(bad), "--base", str(base)]) == 1
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert [error["code"] for error in errors] == ["adapter.base"] * 2
+
+
+def test_check_of_an_adapter_that_cannot_be_read_is_a_finding(base, tmp_path):
+    adapter = write(tmp_path / "a", pair(), use_dora=True)
+    assert "which contradicts 'use_dora'" in safeload.check(adapter, base=base).errors[0].message
+
+
+def test_check_with_a_base_is_for_adapters(base, tmp_path):
+    for source in (base, {"w": np.ones(2)}, np.ones(2)):
+        with pytest.raises(ValueError, match="base= "):
+            safeload.check(source, base=base)
+    with pytest.raises(FileNotFoundError):
+        safeload.check(write(tmp_path / "a", pair()), base=tmp_path / "nothing")
