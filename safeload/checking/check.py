@@ -19,7 +19,7 @@ import numpy as np
 
 from .._version import __version__
 from ..conversion import executors
-from ..conversion.catalog import Catalog, Given, TensorDescription
+from ..conversion.catalog import Catalog, Given, TensorDescription, is_path
 from ..conversion.executors import Executor, Tables, opened
 from ..conversion.rules import is_of_mlx
 from ..core import checkpoint as loading
@@ -232,7 +232,7 @@ def check(
             if original is not None:
                 report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
             if base is not None:
-                if isinstance(source, (Mapping, Catalog)) and not isinstance(source, loading.Checkpoint):
+                if not (is_path(source) or hasattr(source, "weight_files")):
                     raise ValueError("base= requires the path of an adapter, or an open checkpoint")
                 report.add(misfits_of(source, base, storage_options))
         return report

@@ -211,13 +211,13 @@ def _with_common_names(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog],
 def _renamed(catalog: Catalog, places: Mapping[str, Any]) -> Catalog:
     if all(name == place for name, place in places.items()):
         return catalog
-    recipes = {name: recipe for name, place in places.items() if (recipe := _made(catalog, place)) is not None}
+    recipes = {name: recipe for name, place in places.items() if (recipe := _placed(catalog, place)) is not None}
     used = {source for recipe in recipes.values() for source in recipe.sources}
     recipes |= {name: _whole(catalog, name) for name in catalog if name not in used}
     return RestructuredCatalog(catalog, recipes, metadata=catalog.metadata, config=catalog.config, for_engine=True)
 
 
-def _made(catalog: Catalog, place: Place | Stacked) -> TensorRecipe | None:
+def _placed(catalog: Catalog, place: Place | Stacked) -> TensorRecipe | None:
     """Return the recipe of a tensor of the model; None if it is computed, or if shapes do not allow it."""
     if isinstance(place, str):
         return _whole(catalog, place)

@@ -416,13 +416,13 @@ def _summarized(
     fitting = None
     if base is not None:
         with loading.open(base, storage_options=storage_options) as opened_base:
-            found: list[SafeloadError] = []
-            _, merge = fit(opened_base, [adapter], found)
+            errors: list[SafeloadError] = []
+            _, merge = fit(opened_base, [adapter], errors)
             packed = sum(merge.base.target(name).row is None for name in merge.changes)
-            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in found]
+            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in errors]
             fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
             if problems is not None:
-                problems += found
+                problems += errors
     return AdapterSummary(
         " and ".join(method) or "LoRA",
         "MLX" if adapter.mlx else "PEFT",
@@ -438,15 +438,15 @@ def _summarized(
     )
 
 
-def misfits_of(
-    source: Paths | Checkpoint, base: Paths, storage_options: Mapping[str, Any] | None = None
-) -> Iterator[Finding]:
-    """Find the tensors of an adapter that do not fit a base."""
+def misfits_of(source: Any, base: Paths, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
+    """Find the tensors of an adapter, a path or an open checkpoint, that do not fit a base."""
+    from ..conversion.catalog import is_path  # only here: importing it takes milliseconds
+
     problems: list[SafeloadError] = []
     with ExitStack() as stack:
         opened = source
-        if not isinstance(opened, Checkpoint):
-            opened = stack.enter_context(loading.open(opened, storage_options=storage_options))
+        if is_path(source):
+            opened = stack.enter_context(loading.open(source, storage_options=storage_options))
         try:
             _adapter(opened.path, opened, base, storage_options, problems)
         except (FormatError, UnsupportedError) as error:

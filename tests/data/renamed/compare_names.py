@@ -87,12 +87,9 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
     wrong = [name for name, result in results.items() if not result.startswith(("equal", "not built"))]
     wrong = [name for name in wrong if not name.startswith((*COMPUTED, *OTHERWISE))]
-    counts = {
-        key: sum(result.startswith(key) for result in results.values()) for key in ("equal", "equal:", "not built")
-    }
-    print(
-        f"{counts['equal']} equal, {counts['equal:']} of them under other names, {counts['not built']} not built, {wrong}"
-    )
+    kinds = ("equal", "equal:", "not built")
+    equal, other, absent = (sum(result.startswith(kind) for result in results.values()) for kind in kinds)
+    print(f"{equal} equal, {other} of them under other names, {absent} not built, wrong: {wrong}")
     sys.exit(bool(wrong))
 
 
