@@ -74,7 +74,8 @@ def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[
     experts: dict[str, list[str]] = {}
     for published, place in places:
         name, stack, alone = (PLACEHOLDER.sub(PLACE, text.replace(PREFIX, "")) for text in (published, *place[:2]))
-        older[alone] = name
+        if alone != name:
+            older[alone] = name
         if place.parts:
             experts.setdefault(stack, []).append(name)
     names, stacks = {}, {}
