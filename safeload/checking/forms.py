@@ -213,10 +213,10 @@ def _renamed(catalog: Catalog, places: Mapping[str, Any]) -> Catalog:
         return catalog
     recipes = {name: recipe for name, place in places.items() if (recipe := _placed(catalog, place)) is not None}
     used = {source for recipe in recipes.values() for source in recipe.sources}
-    others = {name: _whole(catalog, name) for name in catalog if name not in used}
-    if others.keys() & recipes.keys():  # every tensor must stay
+    unplaced = {name: _whole(catalog, name) for name in catalog if name not in used}
+    if unplaced.keys() & recipes.keys():  # every tensor must stay
         return catalog
-    recipes |= others
+    recipes |= unplaced
     return RestructuredCatalog(catalog, recipes, metadata=catalog.metadata, config=catalog.config, for_engine=True)
 
 
