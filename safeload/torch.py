@@ -23,6 +23,8 @@ from .core.text import PathLike, clip, native_path, printable, show
 from .errors import public
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .compat.safe_open import safe_open as safe_open
     from .compat.serialize import TensorSpec as TensorSpec
     from .compat.serialize import deserialize as deserialize
@@ -174,8 +176,16 @@ def load_checkpoint(
     threads: int | None = None,
     progress: Progress = None,
     verify: Verify = None,
+    mesh: DeviceMesh | None = None,
+    placements: str | Mapping[str, Any] | None = None,
+    local: bool = False,
+    broadcast: bool = False,
 ) -> dict[str, Tensor]:
     """Load the tensors of a checkpoint of any format, dequantized if they are quantized.
+
+    With a ``mesh``, all of its processes call the function, and each reads only its own parts of the tensors: of a
+    quantized matrix the blocks that hold its part. Tensors that an adapter changes, and packed tensors without
+    separate rows or columns (BitNet, experts in a single tensor), are read as whole tensors or rows.
 
     Args:
         path: a weight file, a folder of weight files, an ``index.json``, a URL or a list of files; see `safeload.open`.
@@ -199,19 +209,34 @@ def load_checkpoint(
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
         verify: what to verify files against, see `safeload.load`: True, the path of a manifest, or a
             `safeload.Signature`.
+        mesh: the processes that divide the tensors. ``device`` must be of its type; "cpu" stands for the process's own
+            device of the mesh.
+        placements: a mapping of shell patterns of names to ``Shard`` or ``Replicate`` of ``torch.distributed.tensor``,
+            to a list with one for each dimension of the mesh, or to "tp"; the first matching pattern wins, and tensors
+            without one are replicated. "tp" is the tensor-parallel plan of the model's family, along the dimension
+            "tp" of the mesh or its only one; alone it stands for ``{"*": "tp"}``.
+        local: True returns the parts as plain tensors instead of as DTensors. Tensors that hold several matrices, such
+            as ``qkv_proj``, need it with "tp".
+        broadcast: True reads replicated parts in the first process along a dimension of the mesh only, which sends
+            these to the others.
 
     Returns:
         Tensors by name, in the order of the checkpoint or of ``names``. On the CPU, tensors that keep their dtype are
-        copy-on-write views of the mapped files.
+        copy-on-write views of the mapped files. With a mesh, DTensors of the whole shape. A part has the size that
+        ``torch.chunk`` gives: ``ceil(size / ranks)`` along a sharded dimension, less or 0 in the last ranks.
 
     Raises:
         FormatError: a file breaks its format or ends too early; the message has path and byte.
         ForbiddenError: a pickle names globals outside the allowlist.
         UnsupportedError: the format, a tensor, the device or a conversion is not supported, or neither ``dtype`` nor a
-            config gives the dtype of quantized tensors.
+            config gives the dtype of quantized tensors. With "tp", the family is unknown or has no plan, or its
+            heads cannot be divided among the ranks.
         TensorNotFoundError: a name does not exist, or a pattern matches none.
         VerificationError: see `safeload.load`.
-        ValueError: both ``names`` and ``only`` are given.
+        SafeloadError: loading failed in another process of the mesh.
+        TypeError: ``placements`` is of another type, or has another placement, such as ``Partial``.
+        ValueError: both ``names`` and ``only`` are given, a sharded dimension does not exist, or a mesh has more or
+            fewer dimensions than placements.
         OSError: a system error, such as FileNotFoundError.
         ImportError: torch is not installed.
 
@@ -221,7 +246,18 @@ def load_checkpoint(
         >>> weights["model.norm.weight"].dtype
         torch.float32
     """
-    return _load_selected(**locals())
+    options = dict(locals())
+    divided = {key: options.pop(key) for key in ("mesh", "placements", "local", "broadcast")}
+    if mesh is None:
+        if placements is not None or local or broadcast:
+            raise ValueError("placements=, local= and broadcast= need mesh=")
+        return _load_selected(**options)
+    from .frameworks import ranks
+
+    tensors: dict[str, Tensor] = ranks.load(
+        **options, **{**divided, "placements": {} if placements is None else placements}
+    )
+    return tensors
 
 
 def _load_selected(

@@ -267,6 +267,12 @@ def read_rows(
     return _read_dense(file, records, [positions, range(pitch if width is None else width)], origin)
 
 
+def read_byte_ranges(file: WeightFile, begin: int, pitch: int, rows: range, window: range, origin: Origin) -> Array:
+    """Return a range of the bytes of each of some adjacent rows of ``pitch`` bytes."""
+    records = ArraySpec(np.dtype(np.uint8), (rows.stop, pitch), begin, begin + rows.stop * pitch, 0, 0)
+    return _read_dense(file, records, [rows, window], origin)
+
+
 def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
     """Return rows of a tensor without conversion, in the byte order of this machine; see `read_rows`."""
     table = file.table

@@ -9,12 +9,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core import dtypes
-from .family import FamilyFile, mlx_form, with_schema
-from .schema import LANGUAGE, LAYER, PREFIX, Schema, SchemaEntry, language_of, listed_in
+from ..core.text import error_about
+from ..errors import UnsupportedError
+from .family import FamilyFile, family_files, mlx_form, with_schema
+from .schema import LANGUAGE, LAYER, PREFIX, Config, Schema, SchemaEntry, language_of, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
 _CLASS = re.compile(r"(\w+?)(?:(?:LMHead|DoubleHeads|PreTrained)?Model|(?:For|With)[A-Z]\w*)", re.ASCII)
@@ -246,12 +249,7 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
     """Return the embeddings of the tied heads of a Hugging Face model, stored or not, by head."""
     if config is None:
         return absent_heads(None, names, None)
-    choice = choose(config, None, names)
-    keys = config
-    if choice is None or not any(map(choice.schema.find, names)):
-        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
-        if choice is not None and choice.inner is not None:
-            keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
+    choice, keys = _of_model(config, names)
     if choice is None:
         tie = _tie_in(config)
         ties = _generates(config) and tie is not False and (tie or _HEAD not in names)
@@ -266,6 +264,16 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
             nested = prefix.removesuffix("model.") + head if prefix.endswith(".model.") else head
             result[nested] = embedding
     return result
+
+
+def _of_model(config: Mapping[str, Any], names: Collection[str]) -> tuple[Choice | None, Mapping[str, Any]]:
+    """Choose the schema of a model, or of the language model inside it, and return it with its config."""
+    choice, keys = choose(config, None, names), config
+    if choice is None or not any(map(choice.schema.find, names)):
+        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
+        if choice is not None and choice.inner is not None:
+            keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
+    return choice, keys
 
 
 def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
@@ -301,6 +309,35 @@ def _tie_in(config: Mapping[str, Any]) -> bool | None:
     """Return the outermost value of `TIE`, or None."""
     inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
     return next((value[TIE] for value in inner if isinstance(value.get(TIE), bool)), None)
+
+
+# ---- tensor parallelism ----
+
+
+class Pieces(NamedTuple):
+    """How the matrix of a linear module is divided among ranks."""
+
+    rows: bool  # the rows, its outputs; otherwise the columns, its inputs
+    sizes: tuple[int, ...]  # relative sizes of the matrices in it, each divided by itself
+    heads: bool  # sizes are numbers of heads, which stay whole
+
+
+def tensor_parallel(config: Mapping[str, Any] | None, names: Collection[str], path: str) -> dict[str, Pieces]:
+    """Return how the tensors of a model are divided by its family's plan; the others are replicated."""
+    choice, keys = (None, {}) if config is None else _of_model(config, names)
+    plan = None if choice is None else family_files()[choice.schema.name].parallel
+    if choice is None or plan is None:
+        model = "no config.json of a known family" if choice is None else f"family {choice.schema.name} has no plan"
+        text = f'"tp" needs a tensor-parallel plan, but {model}: pass a mapping of name patterns to placements'
+        raise error_about(UnsupportedError, text, path=path)
+    values, result = Config(keys, choice.schema.defaults, choice.schema.config), {}
+    for name in filter(choice.schema.find, names):
+        axis, parts = next((own for text, own in plan.items() if fnmatchcase(name, text)), (None, 0))
+        if axis is not None:
+            heads = isinstance(parts, list)
+            sizes = tuple(map(values.evaluate, parts)) if isinstance(parts, list) else (1,) * parts
+            result[name] = Pieces(axis == "rows", sizes, heads)
+    return result
 
 
 # ---- the dtype of the weights ----

@@ -14,6 +14,9 @@ A file is named after its family, and says of it what is needed to check, conver
 - ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
   config; an expression counts for null too. llama.cpp's converter writes such values too.
 - ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
+- ``parallel``: how ranks divide the tensors, by patterns of published names: ["rows", ["num_attention_heads"]] for rows
+  in whole heads, ["columns", 1] for columns, ["rows", 2] for two matrices in one; each is divided by itself, and all
+  other tensors are replicated. Or the name of the family with this plan. See ``base_model_tp_plan`` of transformers.
 - ``mlx``: how mlx-lm 0.32 has the family, in both directions, see below; without ``gguf``, empty: as transformers does.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
 
@@ -126,7 +129,7 @@ from .schema import (
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
 _OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
-_OWN |= {"omitted"}
+_OWN |= {"omitted", "parallel"}
 # Fields of ``gguf`` and ``mlx`` that a family does not inherit.
 _OWN_FORM = {"classes", "nested", "text_type", "types"}
 # Fields of ``gguf`` that are not attributes, or others.
@@ -568,6 +571,7 @@ class FamilyFile:
         # A variant has classes, types and schema of the family that it is like.
         self.variant_of: str | None = own["like"] if "when" in own.get("gguf", {}) else None
         self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
+        self._parallel: Any = own.get("parallel")
         self.in_engines: bool = own.get("engines", False)
         self.in_mlx = "mlx" in own
         # Types of whole models, which can have another one inside.
@@ -580,6 +584,12 @@ class FamilyFile:
         self.names_architecture = (
             self.in_gguf and "architecture" in own["gguf"] and own["gguf"].get("chosen_by") is None
         )
+
+    @property
+    def parallel(self) -> Mapping[str, tuple[str, Any]] | None:
+        """How ranks divide the tensors: "rows" or "columns", and the parts, by pattern of their names."""
+        plan = self._parallel
+        return family_files()[plan].parallel if isinstance(plan, str) else plan
 
     @cached_property
     def schema(self) -> Schema:

@@ -1,0 +1,228 @@
+"""Read a box of any tensor: a range along each axis, dequantized and converted, from the bytes that hold it.
+
+A packed matrix is cut along both axes, in whole blocks, before it is dequantized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import FormatError
+from . import dtypes, jobs, packing
+from .arrays import Array
+from .cast import astype
+from .jobs import Origin
+from .memory import private_array
+from .native import address_of
+from .packing import Packed, Part, Zeros
+from .quantized_tensor import PartRows, QuantizedTensor, read_index, row_block, take_rows
+from .restore import by_columns, bytes_before, read_part, restore_jobs, settled, words_for
+from .slice import TAKE, read_byte_ranges, read_slice
+from .tensors import packed_of
+from .weight_file import WeightFile
+
+# A range along each axis of the loaded array.
+Box = Sequence[slice]
+
+# The parts of a matrix that can be cut; a layout with others is read by rows.
+_CUT = {packing.CODES, packing.SCALE, packing.ZERO, packing.BIAS, packing.GLOBAL, packing.GROUPS, packing.FACTORS}
+_CUT |= {packing.SHAPE, packing.TABLE}
+# Values that are dequantized together if a tensor is read by rows.
+_BAND = 1 << 20
+
+
+def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None, name: str) -> Array:
+    """Return the values of a box in new memory; a quantized tensor needs a target."""
+    file.table.refuse_unknown([index], file.path)
+    row, shape = file.table.row(index), tuple(part.stop - part.start for part in box)
+    packed = packed_of(file, index)
+    if target is None or (packed is None and not row.packed and not row.blocked):
+        array = read_slice(file, index, tuple(box), TAKE)
+        return array if target is None or not row.floating else astype(array, dtypes.array_dtype(target.number))
+    if 0 in shape:
+        return np.empty(shape, dtypes.element_dtype(target.number))
+    if packed is not None:
+        values = _of_matrix(file, packed, box, target, name)
+    elif row.blocked and file.table.shape(index)[-1] % row.block == 0:
+        first, last = box[-1].start // row.block, -(-box[-1].stop // row.block)
+        stored = slice(first * row.block_bytes, last * row.block_bytes)
+        data = read_slice(file, index, (*box[:-1], stored), TAKE)
+        blocks = QuantizedTensor(row.name, (*shape[:-1], (last - first) * row.block), data)
+        values = blocks.dequantize(target.name)[..., box[-1].start - first * row.block :][..., : shape[-1]]
+    else:
+        values = None
+    return np.ascontiguousarray(_by_rows(file, index, box, target, name) if values is None else values)
+
+
+def _by_rows(file: WeightFile, index: int, box: Box, target: dtypes.Dtype, name: str) -> Array:
+    """Read whole rows, a few at a time, or the whole tensor if its rows are not stored apart."""
+    packed, dtype = file.table.packed.get(index), dtypes.element_dtype(target.number)
+    shape, unit = file.table.shape(index) if packed is None else packed.packing.shape, file.table.row(index).block
+    if packed is not None:
+        spec, parts = packed
+        unit = 0 if by_columns(spec) else row_block(spec, {role: PartRows(part) for role, part in parts.items()})
+        if not unit:
+            return read_index(packed, tuple(box), dtype, name)
+    step = max(1, _BAND // max(1, unit * math.prod(shape[1:]))) * unit
+    values = private_array(tuple(part.stop - part.start for part in box), dtype)
+    begin, last, inner = box[0].start, box[0].stop, (slice(None), *box[1:])
+    while begin < last:  # bands end with a block, so that no byte is read twice
+        end = min(last, (begin // step + 1) * step)
+        band = take_rows(file, index, range(begin, end), target, name)
+        values[begin - box[0].start : end - box[0].start] = band[inner]
+        begin = end
+    return values
+
+
+# ---- a packed matrix ----
+
+
+def _of_matrix(file: WeightFile, packed: Packed, box: Box, target: dtypes.Dtype, name: str) -> Array | None:
+    """Return the values of a box of a packed matrix, or None if it cannot be cut along both axes."""
+    spec = packed.packing
+    stored = (spec.columns, spec.rows) if spec.transpose else (spec.rows, spec.columns)
+    layouts = packing.ROWS, packing.COLUMNS, packing.WORDS, packing.BLOCKS
+    if spec.flat or spec.matrices != 1 or spec.shape != stored or spec.layout not in layouts:
+        return None
+    if spec.layout == packing.BLOCKS and spec.numbers not in dtypes.BLOCK_TYPES:
+        return None
+    if packed.parts.keys() - _CUT or spec.word_codes * spec.bits not in (0, 32):
+        return None
+    if packing.GLOBAL in packed.parts and math.prod(packed.parts[packing.GLOBAL].shape) > 1:
+        return None
+    if packing.SHAPE in packed.parts:
+        part = packed.parts[packing.SHAPE]
+        if tuple(jobs.native_order(read_part(part).view(part.row.name)).tolist()) != spec.shape:
+            return None  # reading all of it raises the error
+    cut = _Cut(packed, *(reversed(box) if spec.transpose else box))
+    values = private_array(cut.packed.packing.shape, dtypes.element_dtype(target.number))
+    batch = jobs.Batch()
+    try:
+        batch.jobs += restore_jobs(cut.packed, batch.into(values), target.number, name, owner=cut.owner)
+        batch.run()
+    except FormatError as error:
+        error.path = file.path if error.path is None else error.path
+        raise
+    begins = cut.begins[::-1] if spec.transpose else cut.begins
+    return values[tuple(slice(p.start - at, p.stop - at) for p, at in zip(box, begins, strict=True))]
+
+
+class _Cut:
+    """The blocks of a packed matrix that hold a range of its stored rows and of its stored columns, in memory."""
+
+    def __init__(self, packed: Packed, down: slice, across: slice) -> None:
+        spec, self._parts = packed
+        grid, zeros = spec.grid, spec.zeros
+        self.owner: list[Array] = []
+        parts: dict[str, Part] = {}
+        groups_down, groups = by_columns(spec) or spec.layout == packing.COLUMNS, self._groups(spec)
+        units = [1, 1]  # codes, along both axes, that are stored together or share a scale
+        if spec.layout == packing.COLUMNS:
+            units[0] = 32 // math.gcd(spec.bits, 32)
+        elif spec.layout == packing.BLOCKS:
+            units[1] = dtypes.BLOCK_TYPES[spec.numbers].block
+        else:
+            units[1] = 32 // spec.bits if spec.layout == packing.WORDS else 8 // math.gcd(spec.bits, 8)
+        kept = [True, True]  # whether the grid keeps all scales along an axis
+        if grid is not None:
+            together = _zeros_together(zeros)
+            kept = [grid.rows == 1, grid.columns == 1]
+            if groups is not None:
+                kept[0 if groups_down else 1] = True
+            blocks = grid.row_block * together[0], grid.column_block * together[1]
+            units = [
+                unit if keep else math.lcm(unit, size) for unit, keep, size in zip(units, kept, blocks, strict=True)
+            ]
+        (top, bottom), (left, right) = (
+            (part.start // unit * unit, min(total, -(-part.stop // unit) * unit))
+            for part, unit, total in zip((down, across), units, (spec.rows, spec.columns), strict=True)
+        )
+        self.begins = top, left
+        lines, ends = range(top, bottom), [bytes_before(spec, left), bytes_before(spec, right)]
+        if spec.layout == packing.COLUMNS:
+            lines = range(top * spec.bits // 32, -(-bottom * spec.bits // 32))
+        elif right == spec.columns:
+            ends[1] = spec.row_bytes
+        parts[packing.CODES] = self._window(packing.CODES, spec.row_bytes, lines, range(*ends))
+        if grid is not None:
+            rows = range(grid.rows) if kept[0] else range(top // grid.row_block, -(-bottom // grid.row_block))
+            columns = (
+                range(grid.columns) if kept[1] else range(left // grid.column_block, -(-right // grid.column_block))
+            )
+            for role in self._parts.keys() & {packing.SCALE, packing.BIAS, packing.ZERO}:
+                if role != packing.ZERO or zeros is None:
+                    size = self._parts[role].row.block_bytes
+                    window = range(columns.start * size, columns.stop * size)
+                    parts[role] = self._window(role, grid.columns * size, rows, window)
+                    continue
+                if zeros.symmetric:  # what the codes mean depends on all of them
+                    part = self._parts[role]
+                    whole = read_part(part)
+                    self._parts = {**self._parts, role: part._replace(file=whole, begin=0, end=whole.size)}
+                    zeros, _ = settled(zeros, grid, self._parts[role], 1)
+                upright = zeros.layout == packing.COLUMNS
+                cut, pitch = (rows, grid.columns) if upright else (columns, words_for(zeros, grid.columns))
+                first = cut.start // zeros.word_codes if zeros.word_codes else cut.start * zeros.bits // 32
+                words = range(first, first + words_for(zeros, len(cut)))
+                lines, window = (words, columns) if upright else (rows, words)
+                parts[role] = self._window(role, 4 * pitch, lines, range(4 * window.start, 4 * window.stop))
+            lengths = [
+                max(1, size) if length == 1 else block
+                for size, length, block in (
+                    (bottom - top, grid.rows, grid.row_block),
+                    (right - left, grid.columns, grid.column_block),
+                )
+            ]
+            grid = grid._replace(row_block=lengths[0], column_block=lengths[1], rows=len(rows), columns=len(columns))
+        if groups is not None:
+            parts[packing.GROUPS] = self._held(
+                packing.GROUPS, groups[slice(top, bottom) if groups_down else slice(left, right)]
+            )
+        kept_parts = {packing.GLOBAL, packing.TABLE}
+        if packing.FACTORS in self._parts and math.prod(self._parts[packing.FACTORS].shape) == spec.columns > 1:
+            size = self._parts[packing.FACTORS].row.block_bytes
+            window = range(left * size, right * size)
+            parts[packing.FACTORS] = self._window(packing.FACTORS, spec.columns * size, range(1), window)
+        else:  # a single factor
+            kept_parts.add(packing.FACTORS)
+        for role in self._parts.keys() & kept_parts:
+            parts[role] = self._held(role, read_part(self._parts[role]))
+        shape = (right - left, bottom - top) if spec.transpose else (bottom - top, right - left)
+        changed = spec._replace(shape=shape, rows=bottom - top, columns=right - left, row_bytes=ends[1] - ends[0])
+        self.packed = Packed(changed._replace(grid=grid, zeros=zeros), parts)
+
+    def _groups(self, spec: packing.Packing) -> Array | None:
+        """Return the group of each code along the grouped axis, or None if groups are blocks in order."""
+        part, grid = self._parts.get(packing.GROUPS), spec.grid
+        if part is None or grid is None:
+            return None
+        groups: Array = read_part(part).view(np.uint8).view("<i4")
+        down = by_columns(spec) or spec.layout == packing.COLUMNS
+        in_order = np.arange(groups.size) // (grid.row_block if down else grid.column_block)
+        unused = not down and (groups == -1).all()
+        return None if unused or np.array_equal(groups, in_order) else groups
+
+    def _window(self, role: str, pitch: int, lines: range, window: range) -> Part:
+        """Return a range of bytes of some lines of a part."""
+        part = self._parts[role]
+        if isinstance(part.file, np.ndarray):
+            return self._held(role, part.file.reshape(-1, pitch)[lines.start : lines.stop, window.start : window.stop])
+        origin = Origin(part.name, part.shape)
+        return self._held(role, read_byte_ranges(part.file, part.begin, pitch, lines, window, origin))
+
+    def _held(self, role: str, raw: Array) -> Part:
+        raw = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
+        self.owner.append(raw)
+        part, begin = self._parts[role], address_of(raw) if raw.size else 0
+        return part._replace(file=None, shape=(raw.size // part.row.block_bytes,), begin=begin, end=begin + raw.size)
+
+
+def _zeros_together(zeros: Zeros | None) -> tuple[int, int]:
+    """Return the grid rows, and the grid columns, whose zero points share words."""
+    if zeros is None:
+        return 1, 1
+    codes = zeros.word_codes or 32 // math.gcd(zeros.bits, 32)
+    return (codes, 1) if zeros.layout == packing.COLUMNS else (1, codes)
