@@ -20,7 +20,8 @@ from .native import address_of
 from .packing import Packed, Part, Zeros
 from .quantized_tensor import PartRows, QuantizedTensor, read_index, row_block, take_rows
 from .restore import by_columns, bytes_before, read_part, restore_jobs, settled, words_for
-from .slice import TAKE, read_byte_ranges, read_slice
+from .slice import read_box as read_stored
+from .slice import read_byte_ranges
 from .tensors import packed_of
 from .weight_file import WeightFile
 
@@ -40,7 +41,7 @@ def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None
     row, shape = file.table.row(index), tuple(part.stop - part.start for part in box)
     packed = packed_of(file, index)
     if target is None or (packed is None and not row.packed and not row.blocked):
-        array = read_slice(file, index, tuple(box), TAKE)
+        array = read_stored(file, index, box)
         return array if target is None or not row.floating else astype(array, dtypes.array_dtype(target.number))
     if 0 in shape:
         return np.empty(shape, dtypes.element_dtype(target.number))
@@ -49,7 +50,7 @@ def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None
     elif row.blocked and file.table.shape(index)[-1] % row.block == 0:
         first, last = box[-1].start // row.block, -(-box[-1].stop // row.block)
         stored = slice(first * row.block_bytes, last * row.block_bytes)
-        data = read_slice(file, index, (*box[:-1], stored), TAKE)
+        data = read_stored(file, index, (*box[:-1], stored))
         blocks = QuantizedTensor(row.name, (*shape[:-1], (last - first) * row.block), data)
         values = blocks.dequantize(target.name)[..., box[-1].start - first * row.block :][..., : shape[-1]]
     else:

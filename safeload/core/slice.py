@@ -270,7 +270,22 @@ def read_rows(
 def read_byte_ranges(file: WeightFile, begin: int, pitch: int, rows: range, window: range, origin: Origin) -> Array:
     """Return a range of the bytes of each of some adjacent rows of ``pitch`` bytes."""
     records = ArraySpec(np.dtype(np.uint8), (rows.stop, pitch), begin, begin + rows.stop * pitch, 0, 0)
-    return _read_dense(file, records, [rows, window], origin)
+    # As positions, rows of a local file are read with gaps only if these are small.
+    return _read_dense(file, records, [rows if file.remote else np.arange(rows.start, rows.stop), window], origin)
+
+
+def read_box(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
+    """Read a range along each axis into private memory."""
+    layout = file.table.layout(tensor)
+    cut = [k for k, (part, size) in enumerate(zip(box, layout.shape, strict=True)) if part.stop - part.start < size]
+    plain = layout.strides is None and not layout.big_endian and not hasattr(file.store, "read_box")
+    if not plain or len(cut) != 1 or 0 in layout.shape:
+        return read_slice(file, tensor, tuple(box), TAKE)
+    (axis,), strides = cut, c_strides(layout.shape, layout.dtype.itemsize)
+    window = range(box[axis].start * strides[axis], box[axis].stop * strides[axis])
+    pitch, origin = strides[axis] * layout.shape[axis], Origin(file.table.names[tensor], layout.shape)
+    raw = read_byte_ranges(file, layout.begin, pitch, range(math.prod(layout.shape[:axis])), window, origin)
+    return jobs.native_order(raw.view(layout.dtype).reshape([part.stop - part.start for part in box]))
 
 
 def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:

@@ -334,8 +334,8 @@ def tensor_parallel(config: Mapping[str, Any] | None, names: Collection[str], pa
     for name in filter(choice.schema.find, names):
         axis, parts = next((own for text, own in plan.items() if fnmatchcase(name, text)), (None, 0))
         if axis is not None:
-            heads = isinstance(parts, list)
-            sizes = tuple(map(values.evaluate, parts)) if isinstance(parts, list) else (1,) * parts
+            heads = not isinstance(parts, int)
+            sizes = tuple(map(values.evaluate, parts)) if heads else (1,) * parts
             result[name] = Pieces(axis == "rows", sizes, heads)
     return result
 
