@@ -23,14 +23,13 @@ from .core.text import PathLike, clip, native_path, printable, show
 from .errors import public
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from .compat.safe_open import safe_open as safe_open
     from .compat.serialize import TensorSpec as TensorSpec
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
     from .frameworks.torch_arrays import Device, Module, Tensor
+    from .frameworks.torch_ranks import DeviceMesh
 
 __all__ = ["load", "load_checkpoint", "load_file", "load_model", "save", "save_file", "save_model"]
 
@@ -218,7 +217,7 @@ def load_checkpoint(
         local: True returns the parts as plain tensors instead of as DTensors. Tensors that hold several matrices, such
             as ``qkv_proj``, need it with "tp".
         broadcast: True reads replicated parts in the first process along a dimension of the mesh only, which sends
-            these to the others.
+            these on.
 
     Returns:
         Tensors by name, in the order of the checkpoint or of ``names``. On the CPU, tensors that keep their dtype are
@@ -252,9 +251,9 @@ def load_checkpoint(
         if placements is not None or local or broadcast:
             raise ValueError("placements=, local= and broadcast= need mesh=")
         return _load_selected(**options)
-    from .frameworks import ranks
+    from .frameworks import torch_ranks
 
-    tensors: dict[str, Tensor] = ranks.load(
+    tensors: dict[str, Tensor] = torch_ranks.load(
         **options, **{**divided, "placements": {} if placements is None else placements}
     )
     return tensors

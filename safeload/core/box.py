@@ -28,7 +28,7 @@ from .weight_file import WeightFile
 # A range along each axis of the loaded array.
 Box = Sequence[slice]
 
-# The parts of a matrix that can be cut; a layout with others is read by rows.
+# The parts of a matrix that can be cut; a layout with other parts is read by rows.
 _CUT = {packing.CODES, packing.SCALE, packing.ZERO, packing.BIAS, packing.GLOBAL, packing.GROUPS, packing.FACTORS}
 _CUT |= {packing.SHAPE, packing.TABLE}
 # Values that are dequantized together if a tensor is read by rows.
@@ -159,7 +159,7 @@ class _Cut:
                     window = range(columns.start * size, columns.stop * size)
                     parts[role] = self._window(role, grid.columns * size, rows, window)
                     continue
-                if zeros.symmetric:  # what the codes mean depends on all of them
+                if zeros.symmetric:  # the meaning of a code depends on all of them
                     part = self._parts[role]
                     whole = read_part(part)
                     self._parts = {**self._parts, role: part._replace(file=whole, begin=0, end=whole.size)}
@@ -212,7 +212,7 @@ class _Cut:
         if isinstance(part.file, np.ndarray):
             return self._held(role, part.file.reshape(-1, pitch)[lines.start : lines.stop, window.start : window.stop])
         origin = Origin(part.name, part.shape)
-        return self._held(role, read_byte_ranges(part.file, part.begin, pitch, lines, window, origin))
+        return self._held(role, read_byte_ranges(part.file, part.begin, pitch, lines, window, origin=origin))
 
     def _held(self, role: str, raw: Array) -> Part:
         raw = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)

@@ -267,7 +267,7 @@ def read_rows(
     return _read_dense(file, records, [positions, range(pitch if width is None else width)], origin)
 
 
-def read_byte_ranges(file: WeightFile, begin: int, pitch: int, rows: range, window: range, origin: Origin) -> Array:
+def read_byte_ranges(file: WeightFile, begin: int, pitch: int, rows: range, window: range, *, origin: Origin) -> Array:
     """Return a range of the bytes of each of some adjacent rows of ``pitch`` bytes."""
     records = ArraySpec(np.dtype(np.uint8), (rows.stop, pitch), begin, begin + rows.stop * pitch, 0, 0)
     # As positions, rows of a local file are read with gaps only if these are small.
@@ -284,7 +284,7 @@ def read_box(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
     (axis,), strides = cut, c_strides(layout.shape, layout.dtype.itemsize)
     window = range(box[axis].start * strides[axis], box[axis].stop * strides[axis])
     pitch, origin = strides[axis] * layout.shape[axis], Origin(file.table.names[tensor], layout.shape)
-    raw = read_byte_ranges(file, layout.begin, pitch, range(math.prod(layout.shape[:axis])), window, origin)
+    raw = read_byte_ranges(file, layout.begin, pitch, range(math.prod(layout.shape[:axis])), window, origin=origin)
     return jobs.native_order(raw.view(layout.dtype).reshape([part.stop - part.start for part in box]))
 
 

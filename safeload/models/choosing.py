@@ -323,7 +323,7 @@ class Pieces(NamedTuple):
 
 
 def tensor_parallel(config: Mapping[str, Any] | None, names: Collection[str], path: str) -> dict[str, Pieces]:
-    """Return how the tensors of a model are divided by its family's plan; the others are replicated."""
+    """Return how the tensors of a model are divided by its family's plan; all other tensors are replicated."""
     choice, keys = (None, {}) if config is None else _of_model(config, names)
     plan = None if choice is None else family_files()[choice.schema.name].parallel
     if choice is None or plan is None:
@@ -334,9 +334,8 @@ def tensor_parallel(config: Mapping[str, Any] | None, names: Collection[str], pa
     for name in filter(choice.schema.find, names):
         axis, parts = next((own for text, own in plan.items() if fnmatchcase(name, text)), (None, 0))
         if axis is not None:
-            heads = not isinstance(parts, int)
-            sizes = tuple(map(values.evaluate, parts)) if heads else (1,) * parts
-            result[name] = Pieces(axis == "rows", sizes, heads)
+            sizes = (1,) * parts if isinstance(parts, int) else tuple(map(values.evaluate, parts))
+            result[name] = Pieces(axis == "rows", sizes, not isinstance(parts, int))
     return result
 
 

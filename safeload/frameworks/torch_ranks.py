@@ -27,7 +27,7 @@ from .torch_arrays import torch
 
 try:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 except ImportError as error:
     raise UnsupportedError(f"mesh= needs torch.distributed.tensor, which torch {torch.__version__} lacks") from error
@@ -39,7 +39,7 @@ Runs: TypeAlias = list[list[tuple[int, int]]]
 
 
 class Share(NamedTuple):
-    """What this process holds of a tensor."""
+    """The part of a tensor that this process holds."""
 
     entry: Entry
     target: dtypes.Dtype | None
@@ -87,7 +87,7 @@ def load(
             shares = _shares(selected, mesh, placements, local)
             read = [share for share in shares if not broadcast or not any(_coordinates(mesh, share.replicated))]
             parts = _read(selected, read, place, threads, progress)
-    except Exception as error:  # the other processes have to hear of it
+    except Exception as error:  # all processes have to hear of it
         failure = error
     _agree(mesh, shares, failure)
     if broadcast and place.type != "meta":
@@ -126,7 +126,7 @@ def _device(device: Any, mesh: Any) -> Any:
     return parsed
 
 
-# ---- what this process holds ----
+# ---- the parts of this process ----
 
 
 def _shares(selected: Selected, mesh: Any, placements: Any, local: bool) -> list[Share]:
@@ -154,18 +154,18 @@ def _shares(selected: Selected, mesh: Any, placements: Any, local: bool) -> list
             value = [Replicate()] * mesh.ndim if pattern is None else placements[pattern]
             try:
                 if isinstance(value, str):
-                    made, runs = _by_plan(value, shape, mesh, plan.get(entry.name), local)
+                    divided, runs = _by_plan(value, shape, mesh, plan.get(entry.name), local)
                 else:
-                    made, runs = _by_placements(value, shape, mesh)
+                    divided, runs = _by_placements(value, shape, mesh)
             except (TypeError, ValueError, UnsupportedError) as error:
                 about = f"{tensor_named(entry.name)} {list(shape)}, placements {show(value)}, mesh {list(mesh.shape)}"
                 raise type(error)(f"{about}: {error}") from None
-            by_name[entry.name] = Share(entry, target, shape, kind, made, runs)
+            by_name[entry.name] = Share(entry, target, shape, kind, divided, runs)
     return [by_name[name] for name in chosen_names]
 
 
 def _by_placements(value: Any, shape: tuple[int, ...], mesh: Any) -> tuple[tuple[Any, ...], Runs]:
-    """Return checked placements, and the ranges of this process: each `Shard` divides what earlier ones leave."""
+    """Return checked placements, and the ranges of this process: each `Shard` divides the part of earlier ones."""
     placements = value if isinstance(value, (list, tuple)) else [value]
     for placement in placements:
         if type(placement) not in (Shard, Replicate):
@@ -175,7 +175,7 @@ def _by_placements(value: Any, shape: tuple[int, ...], mesh: Any) -> tuple[tuple
         expected = plural(mesh.ndim, "placement")
         raise ValueError(f"expected {expected}, one for each dimension of the mesh, got {len(placements)}")
     runs: Runs = [[(0, size)] for size in shape]
-    made = []
+    checked = []
     for number, placement in enumerate(placements):
         if type(placement) is Shard:
             dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
@@ -183,8 +183,8 @@ def _by_placements(value: Any, shape: tuple[int, ...], mesh: Any) -> tuple[tuple
                 raise ValueError(f"dim {placement.dim} is out of range for {plural(len(shape), 'dimension')}")
             placement = Shard(dim)
             runs[dim] = _chunk(runs[dim], mesh, number)
-        made.append(placement)
-    return tuple(made), runs
+        checked.append(placement)
+    return tuple(checked), runs
 
 
 def _by_plan(
@@ -205,13 +205,13 @@ def _by_plan(
     unit, rest = divmod(shape[dim], sum(pieces.sizes))
     if rest:
         raise ValueError(f"axis {dim} should hold {plural(sum(pieces.sizes), 'equal part')} by the config")
-    several = len(pieces.sizes) > 1
-    for count in pieces.sizes if pieces.heads else (unit,) if several else ():
+    fused = len(pieces.sizes) > 1
+    for count in pieces.sizes if pieces.heads else (unit,) if fused else ():
         if count % ranks:
-            what = "head" if pieces.heads else "row"
+            unit_name = "head" if pieces.heads else "row"
             advice = ": pass a mapping with Replicate() for these tensors" if pieces.heads else ""
-            raise UnsupportedError(f"{plural(count, what)} cannot be divided among {ranks} ranks{advice}")
-    if several and not local:
+            raise UnsupportedError(f"{plural(count, unit_name)} cannot be divided among {ranks} ranks{advice}")
+    if fused and not local:
         raise UnsupportedError(
             "its parts are cut one by one, which no placement of a DTensor describes: pass local=True"
         )
@@ -326,7 +326,7 @@ def _broadcast(share: Share, part: Any, mesh: Any, place: Any) -> Any:
     part = part.contiguous()
     raw = part.reshape(-1).view(torch.uint8)
     for done, number in enumerate(numbers, 1):
-        if not any(_coordinates(mesh, numbers[done:])):  # the others receive it along a later dimension
+        if not any(_coordinates(mesh, numbers[done:])):  # other processes receive it along a later dimension
             group = mesh.get_group(number)
             dist.broadcast(raw, dist.get_global_rank(group, 0), group)
     return part
