@@ -42,7 +42,7 @@ def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None
     packed = packed_of(file, index)
     if target is None or (packed is None and not row.packed and not row.blocked):
         array = read_stored(file, index, box)
-        return array if target is None or not row.floating else astype(array, dtypes.array_dtype(target.number))
+        return array if target in (None, row) or not row.floating else astype(array, dtypes.array_dtype(target.number))
     if 0 in shape:
         return np.empty(shape, dtypes.element_dtype(target.number))
     if packed is not None:

@@ -256,16 +256,18 @@ def _read(
             changed = merge is not None and name in merge
             key: Any = name
             if not changed:
-                key = entry._replace(name="", at=entry.at if entry.strided else 0, packed=None), str(runs)
+                own = entry.strided or entry.packed is not None  # its bytes alone do not determine it
+                key = entry._replace(name="", at=entry.at if own else 0, packed=None), str(runs)
             if key not in known:
                 whole: Any = None
+                to = None if target is None else target.name
                 if merge is not None and changed:
-                    whole = merge.values(name, merge.target_row(name, target), threads=threads)
+                    whole = merge.values(name, merge.target_row(name, to), threads=threads)
                 elif share.local_shape == shape:
                     whole = load_tensors(
                         Tensors.of([entry.tensor]),
                         backend="mmap",
-                        dtype=None if target is None else target.name,
+                        dtype=to,
                         threads=threads,
                         mappings=mappings,
                     )[0][name]
