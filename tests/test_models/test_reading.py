@@ -22,7 +22,8 @@ CONTENTS = {
 }
 FIELDS = {
     *("about", "like", "without", "config", "layers", "more_layers", "architectures", "model_types"),
-    *("formats", "keys", "prefixes", "defaults", "omitted", "counts", "tensors", "engines", "mlx", "gguf"),
+    *("formats", "keys", "prefixes", "defaults", "omitted", "counts", "tensors", "parallel", "engines"),
+    *("mlx", "gguf"),
 }
 ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
 GGUF_FIELDS = {
