@@ -202,9 +202,10 @@ def _by_plan(
     if pieces is None or not shape or (len(shape) == 1 and not pieces.rows):  # a bias is added after columns are summed
         return tuple(placements), runs
     ranks, dim = mesh.size(number), max(0, len(shape) - 2) if pieces.rows else len(shape) - 1
-    unit, rest = divmod(shape[dim], sum(pieces.sizes))
-    if rest:
-        raise ValueError(f"axis {dim} should hold {plural(sum(pieces.sizes), 'equal part')} by the config")
+    if min(pieces.sizes) < 1 or shape[dim] % sum(pieces.sizes):
+        parts = " + ".join(map(str, pieces.sizes))
+        raise ValueError(f"by the config, axis {dim} is {parts} equal parts, which do not divide {shape[dim]}")
+    unit = shape[dim] // sum(pieces.sizes)
     fused = len(pieces.sizes) > 1
     for count in pieces.sizes if pieces.heads else (unit,) if fused else ():
         if count % ranks:

@@ -145,12 +145,14 @@ layer = "tensor 'model.layers.0."
 for model, text in (
     ("phi3", f"{layer}mlp.gate_up_proj.weight' [256, 64], placements 'tp', mesh [2]: its parts are cut"),
     ("few", f"{layer}self_attn.k_proj.weight' [16, 64], placements 'tp', mesh [2]: 1 head cannot be divided"),
+    ("odd", f"{layer}self_attn.k_proj.weight' [32, 64], placements 'tp', mesh [2]: by the config, axis 0 is 3 equal"),
+    ("none", "by the config, axis 0 is 0 equal parts, which do not divide 32"),
     ("gpt2", "family gpt2 has no plan"),
     ("plain.safetensors", "no config.json of a known family"),
 ):
     try:
         load_checkpoint(folder + "/" + model, mesh=mesh, placements="tp")
-    except safeload.UnsupportedError as error:
+    except (safeload.UnsupportedError, ValueError) as error:
         assert text in str(error), error
     else:
         raise AssertionError(text)
@@ -165,6 +167,7 @@ def test_plan_of_a_family_cuts_heads_and_halves(tmp_path):
         {**config, "num_key_value_heads": 1},
         {name: x[:16] if name.endswith(("k_proj.weight", "v_proj.weight")) else x for name, x in tensors.items()},
     )
+    models["odd"], models["none"] = (({**config, "num_key_value_heads": count}, tensors) for count in (3, 0))
     config, tensors = models.pop("qwen3_moe")
     fused = {name: x for name, x in tensors.items() if ".mlp.experts." not in name}
     for layer in range(config["num_hidden_layers"]):

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 import safeload
 from safeload import torch as tensors
@@ -22,6 +24,12 @@ def in_torch(path: Path, model: nn.Module) -> bytes:
     missing, unexpected = tensors.load_model(model, path, strict=False)
     print(sorted(missing), unexpected[:1])
     return tensors.save(tensors.load(path.read_bytes()))
+
+
+def on_ranks(path: Path, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    placements = {"*norm*": Replicate(), "*.w": [Shard(0)], "*": "tp"}
+    parts = tensors.load_checkpoint(path, mesh=mesh, placements="tp", local=True, device="cuda")
+    return parts | tensors.load_checkpoint(path, mesh=mesh, placements=placements, broadcast=True)
 
 
 def as_an_attribute(path: Path) -> dict[str, torch.Tensor]:
