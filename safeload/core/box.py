@@ -23,6 +23,7 @@ from .restore import by_columns, bytes_before, read_part, restore_jobs, settled,
 from .slice import read_box as read_stored
 from .slice import read_byte_ranges
 from .tensors import packed_of
+from .text import error_about
 from .weight_file import WeightFile
 
 # A range along each axis of the loaded array.
@@ -209,6 +210,10 @@ class _Cut:
     def _window(self, role: str, pitch: int, lines: range, window: range) -> Part:
         """Return a range of bytes of some lines of a part."""
         part = self._parts[role]
+        end, size = max(0, lines.stop - 1) * pitch + window.stop, part.end - part.begin
+        if end > size:
+            text = f": its {role} has {size:,} bytes, but a row ends at {end:,}"
+            raise error_about(FormatError, text, path=getattr(part.file, "path", None), tensor=part.name)
         if isinstance(part.file, np.ndarray):
             return self._held(role, part.file.reshape(-1, pitch)[lines.start : lines.stop, window.start : window.stop])
         origin = Origin(part.name, part.shape)

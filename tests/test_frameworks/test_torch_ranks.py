@@ -73,6 +73,9 @@ def test_parts_equal_those_that_torch_makes_of_the_whole(tmp_path, ranks):
             {"w": weights, "stack": safeload.quantize(np.ones((3, 2, 256), np.float32), scheme)},
             tmp_path / f"{scheme}.gguf",
         )
+    matrix = rng.standard_normal((6, 10)).astype(np.float32)
+    by_axis = {str(axis): safeload.quantize(matrix, "int8", axis=axis) for axis in (None, 0, 1)}
+    safeload.save(by_axis, tmp_path / "int8.safetensors")
     (tmp_path / "model").mkdir()
     write_folder(tmp_path / "model", *small("llama-gqa"))
     names = FIXTURES if THOROUGH else part_of(QUANTIZED, ranks, 2)
@@ -84,6 +87,7 @@ def test_parts_equal_those_that_torch_makes_of_the_whole(tmp_path, ranks):
             (str(tmp_path / "strided.pt"), None),
             (str(tmp_path / "q4_0.gguf"), "bfloat16"),
             (str(tmp_path / "q6_k.gguf"), "float32"),
+            (str(tmp_path / "int8.safetensors"), "bfloat16"),
             (str(tmp_path / "model"), "float32"),
             (str(DATA / "dcp" / "plain_4"), None),
             (f"{server.url()}/plain.safetensors", None),
