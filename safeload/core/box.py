@@ -99,131 +99,117 @@ def _of_matrix(file: WeightFile, packed: Packed, box: Box, target: dtypes.Dtype,
         part = packed.parts[packing.SHAPE]
         if tuple(jobs.native_order(read_part(part).view(part.row.name)).tolist()) != spec.shape:
             return None  # reading all of it raises the error
-    cut = _Cut(packed, *(reversed(box) if spec.transpose else box))
-    values = private_array(cut.packed.packing.shape, dtypes.element_dtype(target.number))
+    cut, begins, owner = _cut(packed, *(reversed(box) if spec.transpose else box))
+    values = private_array(cut.packing.shape, dtypes.element_dtype(target.number))
     batch = jobs.Batch()
     try:
-        batch.jobs += restore_jobs(cut.packed, batch.into(values), target.number, name, owner=cut.owner)
+        batch.jobs += restore_jobs(cut, batch.into(values), target.number, name, owner=owner)
         batch.run()
     except FormatError as error:
         error.path = file.path if error.path is None else error.path
         raise
-    begins = cut.begins[::-1] if spec.transpose else cut.begins
-    return values[tuple(slice(p.start - at, p.stop - at) for p, at in zip(box, begins, strict=True))]
+    begins = begins[::-1] if spec.transpose else begins
+    return values[tuple(slice(part.start - at, part.stop - at) for part, at in zip(box, begins, strict=True))]
 
 
-class _Cut:
-    """The blocks of a packed matrix that hold a range of its stored rows and of its stored columns, in memory."""
+def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int, int], list[Array]]:
+    """Return the blocks that hold a range of the stored rows and columns of a matrix, in memory.
 
-    def __init__(self, packed: Packed, down: slice, across: slice) -> None:
-        spec, self._parts = packed
-        grid, zeros = spec.grid, spec.zeros
-        self.owner: list[Array] = []
-        parts: dict[str, Part] = {}
-        groups_down, groups = by_columns(spec) or spec.layout == packing.COLUMNS, self._groups(spec)
-        units = [1, 1]  # codes, along both axes, that are stored together or share a scale
-        if spec.layout == packing.COLUMNS:
-            units[0] = 32 // math.gcd(spec.bits, 32)
-        elif spec.layout == packing.BLOCKS:
-            units[1] = dtypes.BLOCK_TYPES[spec.numbers].block
-        else:
-            units[1] = 32 // spec.bits if spec.layout == packing.WORDS else 8 // math.gcd(spec.bits, 8)
-        kept = [True, True]  # whether the grid keeps all scales along an axis
-        if grid is not None:
-            together = _zeros_together(zeros)
-            kept = [grid.rows == 1, grid.columns == 1]
-            if groups is not None:
-                kept[0 if groups_down else 1] = True
-            blocks = grid.row_block * together[0], grid.column_block * together[1]
-            units = [
-                unit if keep else math.lcm(unit, size) for unit, keep, size in zip(units, kept, blocks, strict=True)
-            ]
-        (top, bottom), (left, right) = (
-            (part.start // unit * unit, min(total, -(-part.stop // unit) * unit))
-            for part, unit, total in zip((down, across), units, (spec.rows, spec.columns), strict=True)
-        )
-        self.begins = top, left
-        lines, ends = range(top, bottom), [bytes_before(spec, left), bytes_before(spec, right)]
-        if spec.layout == packing.COLUMNS:
-            lines = range(top * spec.bits // 32, -(-bottom * spec.bits // 32))
-        elif right == spec.columns:
-            ends[1] = spec.row_bytes
-        parts[packing.CODES] = self._window(packing.CODES, spec.row_bytes, lines, range(*ends))
-        if grid is not None:
-            rows = range(grid.rows) if kept[0] else range(top // grid.row_block, -(-bottom // grid.row_block))
-            columns = (
-                range(grid.columns) if kept[1] else range(left // grid.column_block, -(-right // grid.column_block))
-            )
-            for role in self._parts.keys() & {packing.SCALE, packing.BIAS, packing.ZERO}:
-                if role != packing.ZERO or zeros is None:
-                    size = self._parts[role].row.block_bytes
-                    window = range(columns.start * size, columns.stop * size)
-                    parts[role] = self._window(role, grid.columns * size, rows, window)
-                    continue
-                if zeros.symmetric:  # the meaning of a code depends on all of them
-                    part = self._parts[role]
-                    whole = read_part(part)
-                    self._parts = {**self._parts, role: part._replace(file=whole, begin=0, end=whole.size)}
-                    zeros, _ = settled(zeros, grid, self._parts[role], 1)
-                upright = zeros.layout == packing.COLUMNS
-                cut, pitch = (rows, grid.columns) if upright else (columns, words_for(zeros, grid.columns))
-                first = cut.start // zeros.word_codes if zeros.word_codes else cut.start * zeros.bits // 32
-                words = range(first, first + words_for(zeros, len(cut)))
-                lines, window = (words, columns) if upright else (rows, words)
-                parts[role] = self._window(role, 4 * pitch, lines, range(4 * window.start, 4 * window.stop))
-            lengths = [
-                max(1, size) if length == 1 else block
-                for size, length, block in (
-                    (bottom - top, grid.rows, grid.row_block),
-                    (right - left, grid.columns, grid.column_block),
-                )
-            ]
-            grid = grid._replace(row_block=lengths[0], column_block=lengths[1], rows=len(rows), columns=len(columns))
-        if groups is not None:
-            parts[packing.GROUPS] = self._held(
-                packing.GROUPS, groups[slice(top, bottom) if groups_down else slice(left, right)]
-            )
-        kept_parts = {packing.GLOBAL, packing.TABLE}
-        if packing.FACTORS in self._parts and math.prod(self._parts[packing.FACTORS].shape) == spec.columns > 1:
-            size = self._parts[packing.FACTORS].row.block_bytes
-            window = range(left * size, right * size)
-            parts[packing.FACTORS] = self._window(packing.FACTORS, spec.columns * size, range(1), window)
-        else:  # a single factor
-            kept_parts.add(packing.FACTORS)
-        for role in self._parts.keys() & kept_parts:
-            parts[role] = self._held(role, read_part(self._parts[role]))
-        shape = (right - left, bottom - top) if spec.transpose else (bottom - top, right - left)
-        changed = spec._replace(shape=shape, rows=bottom - top, columns=right - left, row_bytes=ends[1] - ends[0])
-        self.packed = Packed(changed._replace(grid=grid, zeros=zeros), parts)
+    Also their first row and column, and the arrays that own the memory.
+    """
+    spec, stored = packed
+    grid, zeros, parts, owner = spec.grid, spec.zeros, dict[str, Part](), list[Array]()
 
-    def _groups(self, spec: packing.Packing) -> Array | None:
-        """Return the group of each code along the grouped axis, or None if groups are blocks in order."""
-        part, grid = self._parts.get(packing.GROUPS), spec.grid
-        if part is None or grid is None:
-            return None
-        groups: Array = read_part(part).view(np.uint8).view("<i4")
-        down = by_columns(spec) or spec.layout == packing.COLUMNS
-        in_order = np.arange(groups.size) // (grid.row_block if down else grid.column_block)
-        unused = not down and (groups == -1).all()
-        return None if unused or np.array_equal(groups, in_order) else groups
-
-    def _window(self, role: str, pitch: int, lines: range, window: range) -> Part:
-        """Return a range of bytes of some lines of a part."""
-        part = self._parts[role]
-        end, size = max(0, lines.stop - 1) * pitch + window.stop, part.end - part.begin
-        if end > size:
-            text = f": its {role} has {size:,} bytes, but a row ends at {end:,}"
-            raise error_about(FormatError, text, path=getattr(part.file, "path", None), tensor=part.name)
-        if isinstance(part.file, np.ndarray):
-            return self._held(role, part.file.reshape(-1, pitch)[lines.start : lines.stop, window.start : window.stop])
-        origin = Origin(part.name, part.shape)
-        return self._held(role, read_byte_ranges(part.file, part.begin, pitch, lines, window, origin=origin))
-
-    def _held(self, role: str, raw: Array) -> Part:
+    def hold(role: str, raw: Array) -> None:
         raw = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
-        self.owner.append(raw)
-        part, begin = self._parts[role], address_of(raw) if raw.size else 0
-        return part._replace(file=None, shape=(raw.size // part.row.block_bytes,), begin=begin, end=begin + raw.size)
+        owner.append(raw)
+        begin, shape = address_of(raw) if raw.size else 0, (raw.size // stored[role].row.block_bytes,)
+        parts[role] = stored[role]._replace(file=None, shape=shape, begin=begin, end=begin + raw.size)
+
+    def window(role: str, pitch: int, lines: range, columns: range, size: int, whole: Array | None = None) -> None:
+        part, own = stored[role], range(columns.start * size, columns.stop * size)
+        end, nbytes = max(0, lines.stop - 1) * pitch * size + own.stop, part.end - part.begin
+        if end > nbytes:
+            text = f": its {role} has {nbytes:,} bytes, but a row ends at {end:,}"
+            raise error_about(FormatError, text, path=part.file.path, tensor=part.name)
+        if whole is not None:
+            hold(role, whole.reshape(-1, pitch * size)[lines.start : lines.stop, own.start : own.stop])
+            return
+        origin = Origin(part.name, part.shape)
+        hold(role, read_byte_ranges(part.file, part.begin, pitch * size, lines, own, origin=origin))
+
+    upright = by_columns(spec) or spec.layout == packing.COLUMNS  # groups are of rows
+    groups = _groups(packed, upright)
+    units = [1, 1]  # codes, along both axes, that are stored together or share a scale
+    if spec.layout == packing.COLUMNS:
+        units[0] = 32 // math.gcd(spec.bits, 32)
+    elif spec.layout == packing.BLOCKS:
+        units[1] = dtypes.BLOCK_TYPES[spec.numbers].block
+    else:
+        units[1] = 32 // spec.bits if spec.layout == packing.WORDS else 8 // math.gcd(spec.bits, 8)
+    kept = [True, True]  # whether the grid keeps all scales along an axis
+    if grid is not None:
+        kept = [grid.rows == 1, grid.columns == 1]
+        if groups is not None:
+            kept[0 if upright else 1] = True
+        together = _zeros_together(zeros)
+        blocks = grid.row_block * together[0], grid.column_block * together[1]
+        units = [unit if keep else math.lcm(unit, size) for unit, keep, size in zip(units, kept, blocks, strict=True)]
+    (top, bottom), (left, right) = (
+        (part.start // unit * unit, min(total, -(-part.stop // unit) * unit))
+        for part, unit, total in zip((down, across), units, (spec.rows, spec.columns), strict=True)
+    )
+    lines, ends = range(top, bottom), [bytes_before(spec, left), bytes_before(spec, right)]
+    if spec.layout == packing.COLUMNS:
+        lines = range(top * spec.bits // 32, -(-bottom * spec.bits // 32))
+    elif right == spec.columns:
+        ends[1] = spec.row_bytes
+    window(packing.CODES, spec.row_bytes, lines, range(*ends), 1)
+    if grid is not None:
+        rows = range(grid.rows) if kept[0] else range(top // grid.row_block, -(-bottom // grid.row_block))
+        columns = range(left // grid.column_block, -(-right // grid.column_block))
+        columns = range(grid.columns) if kept[1] else columns
+        for role in stored.keys() & {packing.SCALE, packing.BIAS, packing.ZERO}:
+            if role != packing.ZERO or zeros is None:
+                window(role, grid.columns, rows, columns, stored[role].row.block_bytes)
+                continue
+            whole = None
+            if zeros.symmetric:  # the meaning of a code depends on all of them
+                whole = read_part(stored[role])
+                part = stored[role]._replace(file=whole, begin=0, end=whole.size)
+                zeros, _ = settled(zeros, grid, part, 1)
+            vertical = zeros.layout == packing.COLUMNS
+            codes, pitch = (rows, grid.columns) if vertical else (columns, words_for(zeros, grid.columns))
+            first = codes.start // zeros.word_codes if zeros.word_codes else codes.start * zeros.bits // 32
+            words = range(first, first + words_for(zeros, len(codes)))
+            window(role, pitch, *((words, columns) if vertical else (rows, words)), 4, whole)
+        grid = grid._replace(
+            row_block=max(1, bottom - top) if grid.rows == 1 else grid.row_block,
+            column_block=max(1, right - left) if grid.columns == 1 else grid.column_block,
+            rows=len(rows),
+            columns=len(columns),
+        )
+    if groups is not None:
+        hold(packing.GROUPS, groups[slice(top, bottom) if upright else slice(left, right)])
+    single = packing.FACTORS in stored and math.prod(stored[packing.FACTORS].shape) == 1
+    if packing.FACTORS in stored and not single:
+        window(packing.FACTORS, spec.columns, range(1), range(left, right), stored[packing.FACTORS].row.block_bytes)
+    for role in stored.keys() & {packing.GLOBAL, packing.TABLE, *([packing.FACTORS] if single else [])}:
+        hold(role, read_part(stored[role]))
+    shape = (right - left, bottom - top) if spec.transpose else (bottom - top, right - left)
+    spec = spec._replace(shape=shape, rows=bottom - top, columns=right - left, row_bytes=ends[1] - ends[0])
+    return Packed(spec._replace(grid=grid, zeros=zeros), parts), (top, left), owner
+
+
+def _groups(packed: Packed, upright: bool) -> Array | None:
+    """Return the group of each code along the grouped axis, or None if groups are blocks in order."""
+    part, grid = packed.parts.get(packing.GROUPS), packed.packing.grid
+    if part is None or grid is None:
+        return None
+    groups: Array = read_part(part).view(np.uint8).view("<i4")
+    in_order = np.arange(groups.size) // (grid.row_block if upright else grid.column_block)
+    unused = not upright and (groups == -1).all()
+    return None if unused or np.array_equal(groups, in_order) else groups
 
 
 def _zeros_together(zeros: Zeros | None) -> tuple[int, int]:
