@@ -126,7 +126,7 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
         begin, shape = address_of(raw) if raw.size else 0, (raw.size // stored[role].row.block_bytes,)
         parts[role] = stored[role]._replace(file=None, shape=shape, begin=begin, end=begin + raw.size)
 
-    def window(role: str, pitch: int, lines: range, columns: range, size: int, whole: Array | None = None) -> None:
+    def window(role: str, pitch: int, lines: range, columns: range, size: int, *, whole: Array | None = None) -> None:
         part, own = stored[role], range(columns.start * size, columns.stop * size)
         end, nbytes = max(0, lines.stop - 1) * pitch * size + own.stop, part.end - part.begin
         if end > nbytes:
@@ -182,7 +182,7 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
             codes, pitch = (rows, grid.columns) if vertical else (columns, words_for(zeros, grid.columns))
             first = codes.start // zeros.word_codes if zeros.word_codes else codes.start * zeros.bits // 32
             words = range(first, first + words_for(zeros, len(codes)))
-            window(role, pitch, *((words, columns) if vertical else (rows, words)), 4, whole)
+            window(role, pitch, *((words, columns) if vertical else (rows, words)), 4, whole=whole)
         grid = grid._replace(
             row_block=max(1, bottom - top) if grid.rows == 1 else grid.row_block,
             column_block=max(1, right - left) if grid.columns == 1 else grid.column_block,
