@@ -181,6 +181,7 @@ int32_t sl_to_int8(int32_t tier, const void *source, int8_t *destination, uint64
 #define SL_ENCODE_MLX_NVFP4 8
 #define SL_ENCODE_MLX_MXFP8 9
 #define SL_ENCODE_TABLE 10 /* bitsandbytes: codes of the numbers in a table */
+#define SL_ENCODE_MXFP8 11 /* compressed-tensors */
 
 /* A matrix to quantize, in file byte order, and its parts, in this machine's. */
 typedef struct sl_encoding {

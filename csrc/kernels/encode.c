@@ -121,8 +121,8 @@ static float zero_point(const encoder *self, float least, float scale) {
     return (float)nearest_int(zero);
 }
 
-/* The exponent of MXFP4 in compressed-tensors: a significand from 1.75 on rounds up. */
-static int mxfp4_exponent(const encoder *self, float absmax) {
+/* The exponent of MXFP4 and MXFP8 in compressed-tensors: a significand from 1.75 on rounds up. */
+static int mx_exponent(const encoder *self, float absmax) {
     float power_of_two;
     if (self->job->from == SL_F16) {
         uint32_t half = (uint32_t)f32_to_f16(bits_of(absmax)) + (1u << 8);
@@ -132,7 +132,8 @@ static int mxfp4_exponent(const encoder *self, float absmax) {
         power_of_two = float_of((bits_of(absmax) + (1u << 21)) & 0x7f800000);
     }
     if (power_of_two == 0) return 0;
-    int exponent = (int)(bits_of(power_of_two) >> 23) - 2;
+    int largest = self->job->method == SL_ENCODE_MXFP8 ? 8 : 2; /* exponent of a number */
+    int exponent = (int)(bits_of(power_of_two) >> 23) - largest;
     return exponent < 0 ? 0 : exponent;
 }
 
@@ -192,14 +193,14 @@ static void decide_nvfp4(const encoder *self, const extremes *of, size_t count, 
 
 static void decide_exponents(const encoder *self, const extremes *of, size_t count, blocks *out) {
     const sl_encoding *job = self->job;
-    if (job->method != SL_ENCODE_MXFP4)
+    bool rounds = job->method == SL_ENCODE_MXFP4 || job->method == SL_ENCODE_MXFP8;
+    if (!rounds)
         self->steps.quotients(of->absmax, count, job->method == SL_ENCODE_MLX_MXFP8 ? E4M3_MOST : E2M1_MOST, job->from,
                               out->stored);
     for (size_t k = 0; k < count; k++) {
-        int exponent = job->method == SL_ENCODE_MXFP4 ? mxfp4_exponent(self, of->absmax[k])
-                                                      : mlx_exponent(out->stored[k]);
+        int exponent = rounds ? mx_exponent(self, of->absmax[k]) : mlx_exponent(out->stored[k]);
         /* The smallest f16 is 2^-24. compressed-tensors has 1 for scales that would be 0. */
-        if (job->method == SL_ENCODE_MXFP4 && job->from == SL_F16 && exponent < 103) exponent = 127;
+        if (rounds && job->from == SL_F16 && exponent < 103) exponent = 127;
         out->codes[k] = (uint8_t)exponent;
         out->scales[k] = power(exponent);
     }
@@ -219,6 +220,7 @@ static void decide(const encoder *self, const extremes *of, size_t count, bool p
     case SL_ENCODE_NVFP4:
     case SL_ENCODE_MLX_NVFP4: decide_nvfp4(self, of, count, out); break;
     case SL_ENCODE_MXFP4:
+    case SL_ENCODE_MXFP8:
     case SL_ENCODE_MLX_MXFP4:
     case SL_ENCODE_MLX_MXFP8: decide_exponents(self, of, count, out); break;
     case SL_ENCODE_FP8_INVERSE:
@@ -277,6 +279,7 @@ static void codes_of(const encoder *self, const blocks *how, const float *values
         all.biases = how->biases;
         steps->integers(values, count, &all, 0.0f, (float)((1 << job->bits) - 1), 0, codes);
         break;
+    case SL_ENCODE_MXFP8:
     case SL_ENCODE_FP8: steps->e4m3(values, count, &all, codes); break;
     case SL_ENCODE_MLX_MXFP8:
         all.from = SL_F32;

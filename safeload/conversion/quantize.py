@@ -369,6 +369,8 @@ WEIGHTS = ("BF16", "F16", "F32")
 _FLAT = 4096
 # The largest E2M1 times the largest E4M3.
 _NVFP4_MOST = np.float32(2688)
+# The rows of a word of AWQ's, from the lowest bits on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _Result = TypeVar("_Result")
 
 # Weights that are read at once: few enough for the caches, and as many as hide the latency of a network.
@@ -514,9 +516,11 @@ class Encoding(NamedTuple):
     def stored(self, role: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return dtype and shape of a part."""
         code = self.preset.parts[role].dtype
-        row = self.row if code is None else dtypes.BY_CODE[code]
+        row, layout = self.row if code is None else dtypes.BY_CODE[code], self.preset.layout
         if role == packing.CODES and self.preset.flat:
             shape: tuple[int, ...] = (-(-math.prod(self.shape) // 2), 1)
+        elif role == packing.CODES and layout == packing.WORDS:
+            shape = -(-self.shape[-2] * self.preset.bits // row.bits), self.shape[-1]
         elif role == packing.CODES:
             shape = *self.shape[:-1], -(-self.shape[-1] * self.preset.bits // row.bits)
         elif role in (packing.SCALE, packing.BIAS):
@@ -526,7 +530,7 @@ class Encoding(NamedTuple):
             shape = -(-rows * self.preset.bits // 32), columns
         else:
             shape = (1,) if role == packing.GLOBAL else self.constants()[role].shape
-        return dtypes.array_dtype(row.number), shape
+        return dtypes.array_dtype(row.number), shape if layout == packing.ROWS else shape[::-1]
 
     @property
     def nbytes(self) -> int:
@@ -565,6 +569,8 @@ def encode(
     columns = _FLAT if preset.flat else max(1, shape[-1])
     row_bytes = columns * preset.bits // 8 if preset.flat else codes.nbytes // max(1, math.prod(shape[:-1]))
     used = -(-columns * preset.bits // 8)
+    if preset.layout != packing.ROWS:  # whole words
+        row_bytes = used
     if used < row_bytes:  # rows end with a word that is not full
         codes.view(np.uint8).reshape(-1, row_bytes)[:, used:] = 0
 
@@ -605,15 +611,15 @@ def encode(
 
     for _ in _each_strip(run, encoding, weights, threads):
         pass
-    scale_dtype, scale_shape = encoding.stored(packing.SCALE)
+    scale_dtype, grid = encoding.stored(packing.SCALE)[0], encoding.grid
     scale = scale_codes.view(scale_dtype) if scale_dtype.itemsize == 1 else _little(scales, scale_dtype)
-    parts: dict[str, Array] = {packing.SCALE: scale.reshape(scale_shape)}
+    parts: dict[str, Array] = {packing.SCALE: _turned(scale.reshape(grid), preset)}
     if not only_scales:
-        parts[packing.CODES] = codes
+        parts[packing.CODES] = _in_words(codes, encoding)
     if packing.BIAS in preset.parts:
-        parts[packing.BIAS] = _little(biases, scale_dtype).reshape(scale_shape)
+        parts[packing.BIAS] = _little(biases, scale_dtype).reshape(grid)
     if packing.ZERO in preset.parts:
-        parts[packing.ZERO] = _packed_zeros(zeros.reshape(scale_shape), preset.bits)
+        parts[packing.ZERO] = _packed_zeros(zeros.reshape(grid), preset)
     if packing.GLOBAL in preset.parts:
         parts[packing.GLOBAL] = _little(np.array([tensor_scale]), np.dtype(np.float32))
     return parts
@@ -626,19 +632,19 @@ def moved(encoding: Encoding, coded: moving.Coded, role: str, threads: int | Non
     assert target is not None
     if role == packing.CODES:
         out = private_array(shape, dtype)
-        rows: Array = out.reshape(-1).view(np.uint8).reshape(len(coded.matrices), shape[-2], shape[-1] * dtype.itemsize)
+        rows: Array = out.reshape(-1).view(np.uint8).reshape(len(coded.matrices), encoding.shape[-2], -1)
         for place, codes in zip(rows, moving.moved_codes(coded, target, threads), strict=True):
             place[...] = _packed_codes(codes ^ np.uint8(128) if preset.signed else codes, preset.bits, place.shape[1])
-        return out
+        return _in_words(out, encoding)
     grids = moving.moved_grids(coded, target)
     if role == packing.ZERO:
-        assert grids.zeros is not None
-        return _packed_zeros((grids.zeros[0] - (1 << preset.bits - 1)).astype(np.int8), preset.bits)
+        points = np.zeros(encoding.grid, np.int8)
+        return _packed_zeros(points if grids.zeros is None else grids.zeros[0] - (1 << preset.bits - 1), preset)
     values = {packing.SCALE: grids.scales, packing.BIAS: grids.biases, packing.GLOBAL: grids.factors}[role]
     assert values is not None
     if role == packing.SCALE and dtype.itemsize == 1:
         values = values.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
-    return _little(values, dtype).reshape(shape)
+    return _turned(_little(values, dtype).reshape(shape if role == packing.GLOBAL else encoding.grid), preset)
 
 
 def _packed_codes(codes: Array, bits: int, row_bytes: int) -> Array:
@@ -728,11 +734,35 @@ def _little(values: Array, dtype: np.dtype[Any]) -> Array:
         return jobs.native_order(values.astype(dtype, copy=False))
 
 
-def _packed_zeros(zeros: Array, bits: int) -> Array:
+def _packed_zeros(zeros: Array, preset: Preset) -> Array:
     """Pack zero points down the rows into words, the first row in the lowest bits."""
-    per_word, half = 32 // bits, 1 << bits - 1
-    rows, columns = zeros.shape
-    padded = np.zeros((-(-rows // per_word), per_word, columns), np.uint8)
-    padded.reshape(-1, columns)[:rows] = zeros + np.int8(half)
-    shifts = (bits * np.arange(per_word, dtype=np.uint32))[:, None]
-    return jobs.native_order(np.bitwise_or.reduce(padded.astype(np.uint32) << shifts, axis=1).view(np.int32))
+    zeros = (zeros.astype(np.int16) + (1 << preset.bits - 1) - preset.added).astype(np.uint8)
+    return _turned(_words_down(zeros & np.uint8((1 << preset.bits) - 1), preset), preset)
+
+
+def _words_down(codes: Array, preset: Preset) -> Array:
+    """Pack codes down the rows into words: [rows of words, columns]."""
+    per_word = 32 // preset.bits
+    padded = codes if len(codes) % per_word == 0 else np.pad(codes, ((0, -len(codes) % per_word), (0, 0)))
+    order = _AWQ_ORDER if preset.layout == packing.WORDS else range(per_word)
+    words = np.zeros((len(padded) // per_word, codes.shape[1]), np.uint32)
+    for position, row in enumerate(order):
+        words |= padded[row::per_word].astype(np.uint32) << np.uint32(preset.bits * position)
+    return jobs.native_order(words.view(np.int32))
+
+
+def _turned(part: Array, preset: Preset) -> Array:
+    return part if preset.layout == packing.ROWS else np.ascontiguousarray(part.T)
+
+
+def _in_words(codes: Array, encoding: Encoding) -> Array:
+    """Return rows of codes as the words of the format."""
+    preset, rows = encoding.preset, encoding.shape[-2] if len(encoding.shape) > 1 else 1
+    if preset.layout == packing.ROWS:
+        return codes
+    packed = codes.reshape(-1).view(np.uint8).reshape(rows, -1)
+    if preset.layout == packing.COLUMNS:
+        return _turned(packed.view(np.int32), preset)
+    out = private_array(encoding.stored(packing.CODES)[1], np.dtype(np.int32))
+    out[0::2], out[1::2] = (_turned(_words_down(half, preset), preset) for half in (packed & 15, packed >> 4))
+    return out

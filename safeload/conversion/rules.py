@@ -49,7 +49,10 @@ _HEADLESS = "embedding"
 EngineFormat: TypeAlias = Literal[
     "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128",
     "w4a16_asym-channel", "mlx",
-    "w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8",
+    "w4a16", "w4a16_asym", "w8a16", "w4afp8", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "mxfp8a16",
+    "deepseek_fp8", "awq", "awq-g32", "awq-g64", "awq-g128", "awq-channel", "gptq", "gptq-g32", "gptq-g64",
+    "gptq-g128", "gptq-channel", "gptq_asym", "gptq_asym-g32", "gptq_asym-g64", "gptq_asym-g128", "gptq_asym-channel",
+    "gptq8", "gptq8-g32", "gptq8-g64", "gptq8-g128", "gptq8-channel",
     "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
     "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
     "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",

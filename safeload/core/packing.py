@@ -241,14 +241,14 @@ ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for roundin
 # this package imports no family.
 _MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
 ENGINE_FORMATS = (
-    *("w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "deepseek_fp8"),
-    "mlx",
+    *("w4a16", "w4a16_asym", "w8a16", "w4afp8", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "mxfp8a16"),
+    *("deepseek_fp8", "awq", "gptq", "gptq_asym", "gptq8", "mlx"),
     *_MLX,
     *("mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4"),
 )
-_GROUPED = ("w4a16", "w4a16_asym", *_MLX)
-_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in _GROUPED for group in (32, 64, 128))}
-_PRESETS |= {"w4a16-channel", "w4a16_asym-channel"}
+_GROUPED = ("w4a16", "w4a16_asym", "awq", "gptq", "gptq_asym", "gptq8")
+_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in (*_GROUPED, *_MLX) for group in (32, 64, 128))}
+_PRESETS |= {f"{name}-channel" for name in _GROUPED}
 
 
 def scheme_row(scheme: str) -> Dtype:
@@ -299,8 +299,6 @@ _MEANT = {
         "int8 8bit 8-bit i8 w8 q8 llm.int8 load_in_8bit": (INT8, "w8a8", "w8a16", "q8_0", "mlx8"),
         "fp4 f4 float4 float4_e2m1fn": ("bnb_fp4", "mxfp4a16", "nvfp4a16", "mlx-mxfp4", "mlx-nvfp4"),
         "fp8": ("fp8_dynamic", "fp8_block", "deepseek_fp8", "mlx-mxfp8", "w8a8"),
-        "gptq": ("w4a16", "w8a16", "w4a16_asym", "mlx4", "q4_k"),
-        "awq": ("w4a16_asym", "w4a16", "w8a16", "mlx4", "q4_k"),
         "gguf": ("q4_k", "q8_0", "q6_k", "q5_k", "q4_0"),
     }.items()
     for name in names.split()

@@ -17,7 +17,7 @@ from ..core import dtypes, jobs, packing, restore
 from ..core.arrays import Array
 from ..core.cast import astype
 from ..core.memory import private_array
-from ..core.native import address_of
+from ..core.native import address_of, lib
 from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Packed
 from .families import Preset, presets
 
@@ -66,7 +66,7 @@ def _of_preset(preset: Preset) -> Holds | None:
         numbers, scales = (E4M3 if preset.bits == 8 else E2M1), ("F8_E8M0" if preset.group == 32 else E4M3,)
     elif parts[CODES].dtype in (E4M3, "U8"):
         numbers = E4M3 if preset.bits == 8 else E2M1
-    zero = BIAS if BIAS in parts else POINTS if ZERO in parts else MIDDLE
+    zero = BIAS if BIAS in parts else POINTS if preset.method == lib.SL_ENCODE_INT_ZERO else MIDDLE
     factor = packing.DIVIDED if GLOBAL in parts else ""
     return Holds(numbers, preset.bits, zero, scales, (preset.row_block, preset.group or 0), factor)
 

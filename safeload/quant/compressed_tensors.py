@@ -18,7 +18,7 @@ import numpy as np
 from ..core import arrays, dtypes, packing, restore
 from ..core.native import lib
 from ..core.text import show
-from .families import FP8, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
+from .families import FP8, GROUP_SIZES, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
 from .packed_group import MOST_AXES, NUMBERS, Misfit, PackedGroup, Refused, label_of, one_scale, whole_grid
 from .quantization import AUTO_ROUND, is_length, with_quantization
@@ -218,12 +218,13 @@ def lay_out(
         zp_dtype="torch.int8" if packing.ZERO in parts else None,
         scale_dtype=None if scale_dtype is None else f"torch.{dtypes.BY_CODE[scale_dtype].name}",
     )
-    activations, layout = None, f"{preset.name.removesuffix('a16')}-pack-quantized"
+    activations, stem = None, preset.name.removesuffix("a16") if scale_dtype is not None else kind
+    layout = f"{stem}-quantized" if preset.bits == 8 else f"{stem}-pack-quantized"
     if packing.SHAPE in parts:
         layout = "pack-quantized"
-    elif preset.bits == 8:
-        layout, by = f"{kind}-quantized", {"group_size": 128} if blocks else {}
-        activations = _arguments(kind, 8, "group" if by else "token", dynamic=True, **by)
+    if preset.activations:
+        by = {"group_size": 128} if blocks else {}
+        activations = _arguments(preset.activations, 8, "group" if by else "token", dynamic=True, **by)
     group = {
         "format": layout,
         "input_activations": activations,
@@ -251,12 +252,11 @@ _ASYMMETRIC = {**_WORDS, packing.ZERO: StoredPart(".weight_zero_point", "I32")}
 _INT8 = parts_of(".weight", "I8", ".weight_scale", None)
 _FLOAT8 = parts_of(".weight", "F8_E4M3", ".weight_scale", None)
 _MXFP4 = parts_of(".weight_packed", "U8", ".weight_scale", "U8")
+_MXFP8 = parts_of(".weight", "F8_E4M3", ".weight_scale", "U8")
 _NVFP4 = {
     **parts_of(".weight_packed", "U8", ".weight_scale", "F8_E4M3"),
     packing.GLOBAL: StoredPart(".weight_global_scale", "F32"),
 }
-
-_GROUPS = {"": 128, "-g32": 32, "-g64": 64, "-g128": 128, "-channel": None}
 
 
 def _four_bits(suffix: str, group: int | None) -> list[Preset]:
@@ -265,13 +265,15 @@ def _four_bits(suffix: str, group: int | None) -> list[Preset]:
 
 
 PRESETS = [
-    *(preset for suffix, group in _GROUPS.items() for preset in _four_bits(suffix, group)),
+    *(preset for suffix, group in GROUP_SIZES.items() for preset in _four_bits(suffix, group)),
     Preset("w8a16", SERVERS, lib.SL_ENCODE_INT, 8, 128, _WORDS, lay_out, _shape),
-    Preset("w8a8", SERVERS, lib.SL_ENCODE_INT, 8, None, _INT8, lay_out, signed=True),
-    Preset("fp8_dynamic", SERVERS, lib.SL_ENCODE_FP8, 8, None, _FLOAT8, lay_out),
-    Preset("fp8_block", SERVERS, lib.SL_ENCODE_FP8, 8, 128, _FLOAT8, lay_out, row_block=128),
+    Preset("w4afp8", SERVERS, lib.SL_ENCODE_INT, 4, 128, _WORDS, lay_out, _shape, activations="float"),
+    Preset("w8a8", SERVERS, lib.SL_ENCODE_INT, 8, None, _INT8, lay_out, signed=True, activations="int"),
+    Preset("fp8_dynamic", SERVERS, lib.SL_ENCODE_FP8, 8, None, _FLOAT8, lay_out, activations="float"),
+    Preset("fp8_block", SERVERS, lib.SL_ENCODE_FP8, 8, 128, _FLOAT8, lay_out, row_block=128, activations="float"),
     Preset("nvfp4a16", SERVERS, lib.SL_ENCODE_NVFP4, 4, 16, _NVFP4, lay_out),
     Preset("mxfp4a16", SERVERS, lib.SL_ENCODE_MXFP4, 4, 32, _MXFP4, lay_out),
+    Preset("mxfp8a16", SERVERS, lib.SL_ENCODE_MXFP8, 8, 32, _MXFP8, lay_out),
 ]
 
 

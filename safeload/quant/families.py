@@ -103,6 +103,9 @@ def settings_of_modules() -> dict[str, Callable[[Any, str], Mapping[str, Any] | 
 
 # ---- writing ----
 
+# Columns of a group of 4-bit integers by the suffix of a format; None for whole rows.
+GROUP_SIZES = {"": 128, "-g32": 32, "-g64": 64, "-g128": 128, "-channel": None}
+
 # Why a linear module stays unquantized; the reader of some formats need not be told.
 IS_HEAD, IS_EXPERT = "is the head", "is an expert"
 
@@ -147,6 +150,11 @@ class Preset(NamedTuple):
     flat: bool = False  # True if blocks cross rows
     table: tuple[float, ...] = ()  # the values of codes
     sides: int = 1  # both sides of a matrix must be multiples, or it stays unquantized
+    # `packing.COLUMNS` or `packing.WORDS` if all parts are transposed, with words like those of `Packing`
+    layout: int = packing.ROWS
+    added: int = 0  # what is subtracted from stored zero points, see `packing.Zeros`
+    activations: str = ""  # kind of the 8-bit numbers to which an engine rounds activations; "" for none
+    kv_cache: bool = False  # True if engines read scales of the KV cache beside the weights
 
 
 def parts_of(codes: str, codes_dtype: str, scale: str, scale_dtype: str | None) -> dict[str, StoredPart]:

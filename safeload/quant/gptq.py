@@ -13,13 +13,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..core import restore
+import numpy as np
+
+from ..core import arrays, restore
+from ..core.native import lib
 from ..core.packing import COLUMNS, GROUPS, ROWS, SCALE, WORDS, ZERO, Grid, Packed, Packing, Zeros
 from ..core.text import show
-from .families import Family
+from .families import GROUP_SIZES, IS_HEAD, Engine, Family, Preset, StoredPart, filled, parts_of
 from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import compiled
-from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key
+from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key, quantization_of, with_quantization
 from .quark import word_layout
 
 _CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
@@ -257,6 +260,63 @@ def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozen
     patterns = [key for key in order if any(char in key for char in _PATTERN_CHARACTERS)]
     return order, patterns, frozenset(key.count(".") + 1 for key in order)
 
+
+# ---- writing ----
+
+_ENGINE = Engine("vLLM, SGLang and transformers")
+
+
+def lay_out_gptq(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe the codes as GPTQModel does; only its second format holds zero points of 0.
+
+    Copied codes can be in the order of activations, which the config of their folder tells.
+    """
+    source = quantization_of(config)
+    ordered = source is not None and source.method == "gptq" and source.values.get("desc_act") is True
+    modules: dict[str, Any] = {f"-:.*{re.escape(name)}$": {} for name in sorted(left) if left[name] != IS_HEAD}
+    settings = filled(
+        "gptq",
+        bits=preset.bits,
+        checkpoint_format=next(name for name, added in _CHECKPOINT_FORMATS.items() if added == preset.added),
+        desc_act=ordered,
+        group_size=preset.group or -1,
+        sym=preset.added == 1,
+        **({"dynamic": modules} if modules else {}),
+    )
+    return with_quantization(config, settings)
+
+
+def lay_out_awq(
+    preset: Preset, config: Mapping[str, Any], left: Mapping[str, str], exceptions: Mapping[str, Preset]
+) -> dict[str, Any]:
+    """Describe the codes as AutoAWQ does."""
+    settings = filled("awq", group_size=preset.group or -1, modules_to_not_convert=sorted(left) or None)
+    return with_quantization(config, settings)
+
+
+def _groups(preset: Preset, shape: tuple[int, ...], dtype: str) -> dict[str, arrays.Array]:
+    return {GROUPS: (np.arange(shape[-1], dtype=np.int32) // (preset.group or max(1, shape[-1]))).astype(np.int32)}
+
+
+_PARTS = {**parts_of(".qweight", "I32", ".scales", None), ZERO: StoredPart(".qzeros", "I32")}
+_GPTQ_PARTS = {**_PARTS, GROUPS: StoredPart(".g_idx", "I32")}
+
+
+def _written(suffix: str, group: int | None) -> list[Preset]:
+    symmetric, zeros = lib.SL_ENCODE_INT, lib.SL_ENCODE_INT_ZERO
+    kinds = (("gptq", symmetric, 4, 1), ("gptq_asym", zeros, 4, 0), ("gptq8", symmetric, 8, 1))
+    layout: dict[str, Any] = {"sides": 8, "layout": COLUMNS}
+    gptq = [
+        Preset(name + suffix, _ENGINE, method, bits, group, _GPTQ_PARTS, lay_out_gptq, _groups, added=added, **layout)
+        for name, method, bits, added in kinds
+    ]
+    awq = Preset(f"awq{suffix}", _ENGINE, lib.SL_ENCODE_INT_ZERO, 4, group, _PARTS, lay_out_awq, sides=8, layout=WORDS)
+    return [awq, *gptq]
+
+
+PRESETS = [preset for suffix, group in GROUP_SIZES.items() for preset in _written(suffix, group)]
 
 # ---- rows ----
 

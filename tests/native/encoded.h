@@ -21,6 +21,7 @@ static const encoded ENCODED[] = {
     {"fp8_block", SL_ENCODE_FP8, 8, 0, 0, 16, 128},
     {"nvfp4a16", SL_ENCODE_NVFP4, 4, 0, 0, 1, 16},
     {"mxfp4a16", SL_ENCODE_MXFP4, 4, 0, 0, 1, 32},
+    {"mxfp8a16", SL_ENCODE_MXFP8, 8, 0, 0, 1, 32},
     {"deepseek_fp8", SL_ENCODE_FP8_INVERSE, 8, 0, 0, 16, 128},
     {"mlx2", SL_ENCODE_MLX, 2, 0, 0, 1, 64},
     {"mlx3", SL_ENCODE_MLX, 3, 0, 0, 1, 32},

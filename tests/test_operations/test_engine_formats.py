@@ -128,7 +128,7 @@ def test_scales_are_computed_again_if_they_take_much_memory(llama, tmp_path, mon
 
 @pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_strips_and_threads_do_not_change_the_result(name, monkeypatch, tmp_path):
-    weights = {"x.weight": matrix(260, 256, 5)}
+    weights = {"x.weight": matrix(264 if name.startswith(("awq", "gptq")) else 260, 256, 5)}
     if name in ANY_SHAPE:
         weights["y.weight"] = matrix(131, 77, 6)
     if name == "deepseek_fp8":

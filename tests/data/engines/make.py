@@ -14,6 +14,7 @@ from builders.engine_models import ANY_SHAPE, DTYPES, EXPERTS, RAGGED, USUAL, de
 from safeload.numpy import load_file, save_file
 
 COMPRESSED = ("w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16")
+COMPRESSED += ("w4afp8", "mxfp8a16")
 MLX = {f"mlx{bits}": (bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)}
 MLX |= {f"mlx{bits}-g{group}": (bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)}
 MLX |= {"mlx-mxfp4": (4, 32, "mxfp4"), "mlx-nvfp4": (4, 16, "nvfp4"), "mlx-mxfp8": (8, 32, "mxfp8")}
@@ -45,6 +46,23 @@ def compressed(source, out, name):
 
     ignore = ["re:.*lm_head", "re:.*embed_tokens"]
     model_free_ptq(source, out, scheme=name.upper(), ignore=ignore, max_workers=1, device="cpu")
+    if name == "w4afp8":
+        pack(out)
+
+
+def pack(out):
+    """Packs the codes of W4AFP8, of which llm-compressor stores a byte each: vLLM reads eight in a word."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    tensors = load_file(out / "model.safetensors")
+    for key in [key for key, array in tensors.items() if array.dtype == np.int8]:
+        codes = tensors.pop(key)
+        tensors[f"{key}_packed"] = pack_to_int32(torch.from_numpy(codes.copy()), 4).numpy()
+        tensors[f"{key}_shape"] = np.int64(codes.shape)
+    save_file(tensors, out / "model.safetensors")
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(text.replace("int-quantized", "pack-quantized"))
 
 
 def mlx(source, out, name):
