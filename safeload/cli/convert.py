@@ -79,6 +79,7 @@ continue.""",
     ),
     flag("--requantize", "round the codes of a quantized source again if the new format cannot hold them"),
     flag("--exact", "refuse a format that would change any value of a quantized source"),
+    argument("--scale-dtype", None, "dtype of the scales of an engine's format", choices=["float32"]),
     repeated("--keep --ignore", "PATTERN", "leave these tensors or modules unquantized"),
     argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
@@ -198,7 +199,8 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             extras=not options.no_extras,
             verify=verify,
             **common.given(
-                options, "dtype imatrix requantize exact only drop keep raw max_shard_size format overwrite resume"
+                options,
+                "dtype imatrix requantize exact scale_dtype only drop keep raw max_shard_size format overwrite resume",
             ),
             **common.given(options, "storage_options"),
             **how,

@@ -647,7 +647,7 @@ class RestructuredCatalog(Catalog):
         self.metadata = metadata
         self.config = config
         self.format = format
-        self.ignored = {}
+        self.ignored = base.ignored if for_engine else {}
         self.codes = {}  # sources with codes are refused
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ..adapters.adapter import listed
 from ..core.checkpoint import Adapters
@@ -42,6 +42,7 @@ def convert(
     imatrix: PathLike | None = None,
     requantize: bool = False,
     exact: bool = False,
+    scale_dtype: Literal["float32"] | None = None,
     layout: Layout | None = None,
     names: Iterable[str] | None = None,
     only: Patterns = None,
@@ -113,6 +114,8 @@ def convert(
         requantize: True to round the codes of a quantized source again if the format cannot hold them. Without it codes
             move unchanged, or are rounded to fewer bits; else the tensor is an error by name.
         exact: True to refuse a format that would change any value of a quantized source.
+        scale_dtype: "float32" for scales of float32 in formats of engines whose scales have the dtype of the weights;
+            weights are then quantized from float32. None keeps the scales of a quantized source.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of

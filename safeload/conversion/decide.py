@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from ..core import dtypes, registry
 from ..core.arrays import check_mapping
-from ..core.checkpoint import file_notes_of, opened_as_stored
+from ..core.checkpoint import file_notes_of, opened_as_stored, settings_of
 from ..core.files import Location
 from ..core.load import parse_target
 from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.opening import Verify
-from ..core.packing import MLX, SCHEMES
+from ..core.packing import MLX, SCALE, SCHEMES
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
@@ -36,7 +36,7 @@ from ..models.layout import Layout
 from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import codes, finder
 from ..quant.families import Preset, preset_of
-from ..quant.quantization import Quantization, is_kept_by, is_own, without_quantization
+from ..quant.quantization import QUANTIZATION, Quantization, is_kept_by, is_own, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
 from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
@@ -68,6 +68,7 @@ _OF_QUANTIZE = {
     "imatrix": "has the importance of columns for quantize=",
     "requantize": "allows quantize= to round codes again",
     "exact": "keeps quantize= from changing the values of codes",
+    "scale_dtype": "is the dtype of the scales of quantize=",
 }
 
 
@@ -79,6 +80,7 @@ class ConvertOptions(TypedDict, total=False):
     imatrix: PathLike | None
     requantize: bool
     exact: bool
+    scale_dtype: Literal["float32"] | None
     layout: Layout | None
     names: Iterable[str] | None
     only: Patterns
@@ -165,6 +167,12 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
         if target is not None and target.code not in WEIGHTS:
             raise ValueError(f"{name} quantizes float32, float16 or bfloat16, got {target.name}")
         limit = limit if max_shard_size is not None else engine.shard_size
+    if options["scale_dtype"] is not None:
+        if options["scale_dtype"] != _F32.name:
+            raise ValueError(f"scale_dtype must be {_F32.name}, got {show(options['scale_dtype'])}")
+        if preset is None or SCALE not in preset.parts or preset.parts[SCALE].dtype is not None:
+            text = "scale_dtype= applies to formats whose scales have the dtype of the weights, such as w4a16"
+            raise ValueError(f"{text}, got {show(options['quantize'])}")
     selecting = [key for key in _SELECTING if options[key] is not None]
     by_name, every = "names" in selecting or "only" in selecting, selecting in ([], ["rename"])
     return ConvertRequest(
@@ -442,16 +450,18 @@ def _selected(catalog: Catalog, request: ConvertRequest) -> tuple[Catalog, Conve
     return selected, request._replace(options=options, selecting=[], by_name=False, every_tensor=True)
 
 
-def _left_out(catalog: Catalog, objects: Mapping[str, str], *, empty: bool) -> tuple[str, ...]:
+def _left_out(
+    catalog: Catalog, objects: Mapping[str, str], lost: Sequence[str] = (), *, empty: bool
+) -> tuple[str, ...]:
     """Warn of what the sources hold besides the converted tensors, and return a sentence each."""
     notes = [
         note
         for checkpoint in catalog.checkpoints
         for note in (checkpoint.notes if empty else file_notes_of(checkpoint))
     ]
-    if not (notes or objects or empty):
+    if not (notes or objects or lost or empty):
         return ()
-    lines = [f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items()]
+    lines = [*lost, *(f"{show(name)} is left out: {label} is not a tensor" for name, label in objects.items())]
     if empty:
         about = "".join(f"; {line}" for line in (*lines, *notes))
         raise SafeloadError(f"{catalog.title}: no tensor to convert{about}", path=catalog.title)
@@ -576,6 +586,7 @@ class Decider:
         self._catalog, self._request, self._target = catalog, request, request.target
         self._matrix = None if options["imatrix"] is None else read_importance(options["imatrix"])
         self._rules: Rules | EngineRules | None = None  # None quantizes nothing
+        self._scale = None if options["scale_dtype"] is None else _F32
         self._quantized: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         self._codes: dict[str, str] = {}  # the fate of the codes of a quantized source
@@ -586,6 +597,7 @@ class Decider:
             converts, schema = True, schema_of(catalog)
             if request.preset is not None:
                 self._rules = EngineRules(request.preset, options["keep"], catalog, schema, chosen=request.by_name)
+                self._rules.scale = self._scale
             else:
                 model = format == "gguf" and not options["raw"]
                 rules = rules_for(catalog, options["quantize"], options["keep"], self._matrix, model=model)
@@ -626,6 +638,13 @@ class Decider:
         if self._engine is not None:
             self._descriptions = {k: v for k, v in self._descriptions.items() if not self._engine.drops(k)}
             names = [*self._descriptions]
+        self._source = next(filter(None, map(settings_of, catalog.checkpoints)), None)
+        # Scales of the KV cache, and why the result lacks them.
+        self._cache = [name for name in self._ignored if name.endswith(finder.KV_CACHE)] if converts and format else []
+        algorithm = None if self._source is None else self._source.values.get("kv_cache_quant_algo")
+        self._cache_lost = "" if self._engine is not None else "the weights are not quantized for an engine"
+        if self._engine is not None and not (self._engine.engine.kv_cache and algorithm in (None, "FP8")):
+            self._cache_lost = f"{self._engine.preset.name} has no place for them"
         self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
         unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
         coded = tensors is None or dtypes.may_hold_codes(tensors.columns.numbers)
@@ -718,19 +737,34 @@ class Decider:
                 files = {**extras_of(catalog.folder), **files}
         if engine is not None:
             metadata = {"format": engine.engine.metadata, **own}
-            config = config if described else engine.config(config, self._quantized, self._kept, names)
+            if not described:
+                config = engine.config({**(config or {}), **self._described()}, self._quantized, self._kept, names)
             if engine.engine.always_indexed:
                 parameters = _parameters_of({names.get(k, k): self._descriptions[k].shape for k in decisions})
         return outputs._replace(
             metadata=metadata,
             editable=engine is None,
-            left_out=_left_out(catalog, self._left_out, empty=not outputs.names and not self._ignored),
+            left_out=_left_out(catalog, self._left_out, self._lost(), empty=not outputs.names and not self._ignored),
             config=config,
             files=files,
             summary=None if rules is None else self.summary(outputs.nbytes),
             parameters=parameters,
             restored=self._restored and engine is None,
         )
+
+    def _lost(self) -> list[str]:
+        """Return a sentence about scales of the KV cache that the result lacks."""
+        if not (self._cache and self._cache_lost):
+            return []
+        count = plural(len(self._cache), "scale")
+        return [f"{count} of the KV cache left out, such as {show(self._cache[0])}: {self._cache_lost}"]
+
+    def _described(self) -> dict[str, Any]:
+        """Return the quantization of the source for a config, without a KV cache whose scales the result lacks."""
+        if self._source is None:
+            return {}
+        lost = {} if self._cache and not self._cache_lost else {"kv_cache_scheme": None, "kv_cache_quant_algo": None}
+        return {QUANTIZATION: {**self._source.values, "quant_method": self._source.method, **lost}}
 
     def _dtype_of_scales(self, decisions: Mapping[str, Decision]) -> dtypes.Dtype | None:
         """Return the dtype of scales that have moved, for the config, if all unquantized tensors have it too."""
@@ -781,6 +815,8 @@ class Decider:
             for name in self._quantized:  # weights that the engine fuses share a scale
                 partners = self._engine.partners(name, self._quantized)
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
+            if self._cache and not self._cache_lost:
+                decisions.update(dict.fromkeys(self._cache, Decision()))
         elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
             decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
         if isinstance(self._catalog, RestructuredCatalog):
@@ -827,9 +863,10 @@ class Decider:
 
     def _moved(self, name: str, label: str, scheme: str) -> Decision | None:
         """Decide to move the codes of a source, or return None to round them again, if that is allowed."""
-        options, requested = self._request.options, None if self._target is None else self._target.code
+        options, requested = self._request.options, self._scale or self._target
         try:
-            move = codes.plan(self._catalog.coded(name), codes.holds(scheme), requested)
+            code = None if requested is None else requested.code
+            move = codes.plan(self._catalog.coded(name), codes.holds(scheme), code)
         except codes.Immovable as reason:
             fewer = codes.bits_of(scheme) < codes.bits_of(label)
             if options["exact"] or not (fewer or options["requantize"]):
@@ -857,7 +894,8 @@ class Decider:
             if planned.already:
                 return Decision(scheme=self._engine.already[name], codes=COPIED)
             if planned.scheme is not None:
-                return Decision(self._engine.weight_dtype(tensor, self._target).code, planned.scheme)
+                row = self._scale or self._engine.weight_dtype(tensor, self._target)
+                return Decision(row.code, planned.scheme)
             target = self._engine.kept_dtype(tensor, self._target)
             changes = target is not row and (tensor.floating or tensor.scheme is not None)
             return Decision(target.code if changes and target is not None else None)

@@ -470,6 +470,7 @@ class EngineRules:
         self._prefix = "" if self._mlx is None else self._mlx.types[str(model_type)]
         self.schema = schema if supported or self.rule else None
         self._tied = choosing.tied_heads(config, dict.fromkeys(catalog).keys())
+        self.scale: dtypes.Dtype | None = None  # the requested dtype of scales
         self.already: dict[str, str] = {}  # the format of each weight that has it already, by name
         self._written: dict[tuple[Any, ...], tuple[dict[str, Any], packing.Packing]] = {}
 
@@ -526,6 +527,8 @@ class EngineRules:
         if packed is None or {role: part.name for role, part in packed.parts.items()} != names:
             return False
         shape, row = packed.packing.shape, packed.parts[packing.SCALE].row
+        if self.scale not in (None, row):
+            return False
         whole = preset.group is None or preset.flat or preset.row_block > 1 or shape[-1] % preset.group == 0
         if len(shape) < 2 or not whole:
             return False

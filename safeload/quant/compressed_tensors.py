@@ -21,7 +21,7 @@ from ..core.text import show
 from .families import FP8, GROUP_SIZES, SPARSE, Family, Preset, StoredPart, Strays, filled, parts_of
 from .floats import SERVERS, fp4, plain
 from .packed_group import MOST_AXES, NUMBERS, Misfit, PackedGroup, Refused, label_of, one_scale, whole_grid
-from .quantization import AUTO_ROUND, is_length, with_quantization
+from .quantization import AUTO_ROUND, is_length, quantization_of, with_quantization
 
 # ---- integers ----
 
@@ -235,8 +235,20 @@ def lay_out(
     # The names of vision models in files lack a prefix of the engine; "model." begins those of the language model.
     anywhere = [f"re:.*{re.escape(name)}$" for name in left if "." in name and not name.startswith("model.")]
     ignored = sorted({*left, *anywhere})
-    settings = filled("compressed-tensors", config_groups={"group_0": group}, format=layout, ignore=ignored)
-    return with_quantization(config, settings)
+    fields = {"config_groups": {"group_0": group}, "format": layout, "ignore": ignored}
+    return with_quantization(config, filled("compressed-tensors", **fields, kv_cache_scheme=_cache_scheme(config)))
+
+
+def _cache_scheme(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how the source quantizes the KV cache, in words of compressed-tensors; AutoFP8 says "static"."""
+    source = quantization_of(config)
+    values = {} if source is None else source.values
+    scheme, algorithm = values.get("kv_cache_scheme"), values.get("kv_cache_quant_algo")
+    if not isinstance(scheme, Mapping):
+        if scheme != "static" and algorithm is None:
+            return None
+        scheme = {}
+    return {**_arguments("float", 8, "tensor"), **scheme}
 
 
 def _arguments(kind: str, bits: int, strategy: str, **fields: Any) -> dict[str, Any]:

@@ -122,6 +122,7 @@ class Engine(NamedTuple):
     metadata: str = "pt"  # "format" in the header of each file
     shard_size: int = 5_000_000_000  # default limit in bytes
     dropped: tuple[str, ...] = ()  # suffixes of stored tensors that the engine computes itself
+    kv_cache: bool = False  # True if it reads the scales of an fp8 KV cache beside weights
 
 
 class StoredPart(NamedTuple):
@@ -154,7 +155,6 @@ class Preset(NamedTuple):
     layout: int = packing.ROWS
     added: int = 0  # what is subtracted from stored zero points, see `packing.Zeros`
     activations: str = ""  # kind of the 8-bit numbers to which an engine rounds activations; "" for none
-    kv_cache: bool = False  # True if engines read scales of the KV cache beside the weights
 
 
 def parts_of(codes: str, codes_dtype: str, scale: str, scale_dtype: str | None) -> dict[str, StoredPart]:

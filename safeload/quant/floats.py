@@ -255,7 +255,7 @@ def torchao(group: PackedGroup) -> Packing:
 # ---- writing ----
 
 #: Of formats that several engines read.
-SERVERS = Engine("vLLM, SGLang and transformers")
+SERVERS = Engine("vLLM, SGLang and transformers", kv_cache=True)
 
 
 def lay_out(
