@@ -88,6 +88,8 @@ def holds(scheme: str) -> Holds | None:
 
 def bits_of(scheme: str) -> int:
     """Return the bits of a code, from the name of a format or the label of packed codes; 2 for ternary codes."""
+    if scheme in presets():
+        return presets()[scheme].bits
     match = re.search("[0-9]+", scheme.removeprefix("sparse 2:4 "))
     return 2 if match is None else int(match[0])
 

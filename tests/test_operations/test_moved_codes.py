@@ -9,6 +9,7 @@ import pytest
 from builders import code_layouts as layouts
 from builders import llama_models
 from builders.engine_models import DTYPES, write_experts, write_model
+from builders.inside import presets
 from builders.paths import DATA
 from builders.schemes import ENGINE_FORMATS
 from builders.thorough import THOROUGH, part_of
@@ -78,7 +79,7 @@ def test_a_weight_that_is_ignored_now_is_dequantized(models, tmp_path):
     ("kind", "name"),
     [
         ("ct_pack_w4_g128_asym", "w4a16_asym"), ("ct_fp8_channel", "fp8_dynamic"), ("ct_fp8_block", "fp8_block"),
-        ("ct_nvfp4", "nvfp4a16"), ("ct_mxfp4", "mxfp4a16"), ("ct_int8_channel", "w8a8"), ("fp8_block", "deepseek_fp8"),
+        ("ct_nvfp4", "nvfp4a16"), ("ct_mxfp4", "mxfp4a16"), ("ct_mxfp8", "mxfp8a16"), ("awq4_gemm", "awq-g32"), ("ct_int8_channel", "w8a8"), ("fp8_block", "deepseek_fp8"),
         ("mlx_affine4_g64", "mlx4"), ("mlx_affine4_g128", "mlx4-g128"), ("mlx_affine8_g32", "mlx8-g32"),
         ("mlx_mxfp4", "mlx-mxfp4"), ("mlx_mxfp8", "mlx-mxfp8"), ("mlx_nvfp4", "mlx-nvfp4"),
     ],
@@ -99,9 +100,10 @@ def test_weights_by_the_real_writers_are_copied(tmp_path, kind, name):
 
 MOVED, NEAR = "moved", "near"  # NEAR: codes and scales stay, a bias or a factor is rounded once
 SHAPE = (1024, 1024) if THOROUGH else (64, 256)
-FOUR = ("w4a16-g32", "w4a16_asym-g32", "mlx4-g32", "mlx8-g32", "q4_0", "q4_1", "q8_0")
+ZEROS = ("w4a16_asym-g32", "awq-g32", "gptq_asym-g32", "gptq8-g32")
+FOUR = ("w4a16-g32", "gptq-g32", *ZEROS, "mlx4-g32", "mlx8-g32", "q4_0", "q4_1", "q8_0")
 SYMMETRIC = dict.fromkeys(FOUR, MOVED)
-ASYMMETRIC = {"w4a16_asym-g32": MOVED, "q8_0": MOVED, "mlx8-g32": MOVED, "mlx4-g32": NEAR, "q4_1": NEAR}
+ASYMMETRIC = {**dict.fromkeys((*ZEROS, "q8_0", "mlx8-g32"), MOVED), "mlx4-g32": NEAR, "q4_1": NEAR}
 
 
 def sources():
@@ -120,48 +122,51 @@ def sources():
             f"mlx4 g32 zeros {dtype}": (layouts.mlx(dtype, 32, 4, SHAPE, zero=8), SYMMETRIC),
             f"mlx8 g32 middle {dtype}": (
                 layouts.mlx(dtype, 32, 5, SHAPE, bits=8, zero=128),
-                {"q8_0": MOVED, "mlx8-g32": MOVED},
+                dict.fromkeys(("q8_0", "mlx8-g32", "gptq8-g32"), MOVED),
             ),
             f"int8 rows {dtype}": (
                 layouts.int8_rows(dtype, 6, SHAPE),
-                dict.fromkeys(("q8_0", "mlx8-g32", "w8a16", "w8a8"), MOVED),
+                dict.fromkeys(("q8_0", "mlx8-g32", "w8a16", "w8a8", "gptq8", "gptq8-g32"), MOVED),
             ),
         }
     made |= {
         "awq g32": (layouts.awq("F16", 32, 7, SHAPE), ASYMMETRIC),
         "awq g128": (
             layouts.awq("F16", 128, 8, SHAPE),
-            ASYMMETRIC | {"w4a16_asym": MOVED, "w8a16": MOVED, "mlx4": NEAR},
+            ASYMMETRIC | {**dict.fromkeys(("w4a16_asym", "w8a16", "awq", "gptq8"), MOVED), "mlx4": NEAR},
         ),
         "awq middle": (layouts.awq("F16", 32, 9, SHAPE, zero=8), SYMMETRIC),
         "gptq g32": (layouts.gptq("F16", 32, 10, SHAPE), ASYMMETRIC),
         "gptq v2 g32": (layouts.gptq("F16", 32, 11, SHAPE, version="gptq_v2"), ASYMMETRIC),
         "gptq sym g128": (
             layouts.gptq("F16", 128, 12, SHAPE, zero=8),
-            SYMMETRIC | dict.fromkeys(("w4a16", "w4a16_asym", "w8a16", "mlx4"), MOVED),
+            SYMMETRIC | dict.fromkeys(("w4a16", "w4a16_asym", "w8a16", "mlx4", "awq", "gptq8", "w4afp8"), MOVED),
         ),
         "gptq8 sym g128": (
             layouts.gptq("F16", 128, 13, SHAPE, bits=8, zero=128),
-            {"w8a16": MOVED, "q8_0": MOVED, "mlx8-g32": MOVED},
+            dict.fromkeys(("w8a16", "q8_0", "mlx8-g32", "gptq8", "gptq8-g32"), MOVED),
         ),
         "gptq act-order": (layouts.gptq("F16", 32, 14, SHAPE, order="reversed"), {}),
-        "ct f32": (layouts.compressed("F32", 32, 15, SHAPE), dict.fromkeys(("w4a16-g32", "w4a16_asym-g32"), MOVED)),
-        "ct asym f32": (layouts.compressed("F32", 32, 16, SHAPE, symmetric=False), {"w4a16_asym-g32": MOVED}),
-        "mxfp4": (layouts.mxfp4(17, SHAPE), dict.fromkeys(("mlx-mxfp4", "mlx8-g32"), MOVED)),
+        "ct f32": (layouts.compressed("F32", 32, 15, SHAPE), dict.fromkeys(("w4a16-g32", "gptq-g32", *ZEROS), MOVED)),
+        "ct asym f32": (layouts.compressed("F32", 32, 16, SHAPE, symmetric=False), dict.fromkeys(ZEROS, MOVED)),
+        "mxfp4": (layouts.mxfp4(17, SHAPE), dict.fromkeys(("mlx-mxfp4", "mlx8-g32", "gptq8-g32"), MOVED)),
         "mxfp4 near 1": (
             layouts.mxfp4(18, SHAPE, 116, 130),
-            dict.fromkeys(("mlx-mxfp4", "mlx8-g32", "q8_0", "nvfp4a16"), MOVED),
+            dict.fromkeys(("mlx-mxfp4", "mlx8-g32", "gptq8-g32", "q8_0", "nvfp4a16"), MOVED),
         ),
         "nvfp4 divided": (layouts.nvfp4(19, SHAPE, 37.5, modelopt=False), {"nvfp4a16": MOVED}),
         "nvfp4 multiplied": (layouts.nvfp4(20, SHAPE, 0.0137, modelopt=True), {"nvfp4a16": NEAR}),
         "nvfp4 power": (layouts.nvfp4(21, SHAPE, 2.0**-7, modelopt=True), {"nvfp4a16": MOVED}),
         "fp8 tensor": (layouts.fp8(22, SHAPE, (0, 0)), dict.fromkeys(("fp8_dynamic", "fp8_block"), MOVED)),
         "fp8 rows": (layouts.fp8(23, SHAPE, (1, 0)), {"fp8_dynamic": MOVED}),
-        "fp8 rows of powers": (layouts.fp8(24, SHAPE, (1, 0), powers=True), {"fp8_dynamic": MOVED, "mlx-mxfp8": MOVED}),
+        "fp8 rows of powers": (
+            layouts.fp8(24, SHAPE, (1, 0), powers=True),
+            dict.fromkeys(("fp8_dynamic", "mlx-mxfp8", "mxfp8a16"), MOVED),
+        ),
         "fp8 blocks": (layouts.fp8(25, (256, 256), (128, 128)), {"fp8_block": MOVED, "deepseek_fp8": MOVED}),
         "fp8 blocks of powers": (
             layouts.fp8(26, (256, 256), (128, 128), powers=True),
-            dict.fromkeys(("fp8_block", "deepseek_fp8", "mlx-mxfp8"), MOVED),
+            dict.fromkeys(("fp8_block", "deepseek_fp8", "mlx-mxfp8", "mxfp8a16"), MOVED),
         ),
     }
     return made
@@ -170,7 +175,7 @@ def sources():
 SOURCES = sources()
 TARGETS = (
     *FOUR, "w4a16", "w4a16_asym", "w8a16", "w8a8", "mlx4", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "nvfp4a16",
-    "fp8_dynamic", "fp8_block", "deepseek_fp8", "bnb_nf4", "q5_0",
+    "fp8_dynamic", "fp8_block", "deepseek_fp8", "bnb_nf4", "q5_0", "awq", "gptq8", "w4afp8", "mxfp8a16",
 )  # fmt: skip
 NAME = f"{layouts.NAME}.weight"
 BITS = {"int8": 8, "mlx8": 8, "gptq8": 8, "fp8": 8}  # of the first words of sources; else 4
@@ -188,7 +193,8 @@ def test_each_cell_of_the_table(tmp_path, source, target):
         with pytest.raises(UnsupportedError, match=f"{NAME}|no tensor is left"):
             safeload.convert(tmp_path / "source", tmp_path / "out", **arguments, exact=True)
     if how == "never":
-        fewer = int(re.search("[0-9]+", target)[0]) < BITS.get(source.split()[0], 4)
+        own = presets()[target].bits if target in presets() else int(re.search("[0-9]+", target)[0])
+        fewer = own < BITS.get(source.split()[0], 4)
         if fewer and target != "deepseek_fp8":  # rounded again, as `requantize=True` always does
             report = safeload.convert(tmp_path / "source", tmp_path / "out", **arguments)
             assert report.summary.codes[NAME].startswith("rounded again from ")
