@@ -640,11 +640,17 @@ class Decider:
             names = [*self._descriptions]
         self._source = next(filter(None, map(settings_of, catalog.checkpoints)), None)
         # Scales of the KV cache, and why the result lacks them.
-        self._cache = [name for name in self._ignored if name.endswith(finder.KV_CACHE)] if converts and format else []
+        base = catalog.base if isinstance(catalog, RestructuredCatalog) and not catalog.for_engine else None
+        ignored: Iterable[str] = self._ignored if base is None else base.ignored
+        changes = format and (converts or base is not None)
+        self._cache = [name for name in ignored if name.endswith(finder.KV_CACHE)] if changes else []
         algorithm = None if self._source is None else self._source.values.get("kv_cache_quant_algo")
-        self._cache_lost = "" if self._engine is not None else "the weights are not quantized for an engine"
-        if self._engine is not None and not (self._engine.engine.kv_cache and algorithm in (None, "FP8")):
-            self._cache_lost = f"{self._engine.preset.name} has no place for them"
+        self._cache_lost = "the weights are not quantized for an engine"
+        if format == "gguf":
+            self._cache_lost = "llama.cpp has no place for them"
+        if self._engine is not None:
+            holds = self._engine.engine.kv_cache and algorithm in (None, "FP8")
+            self._cache_lost = "" if holds else f"{self._engine.preset.name} has no place for them"
         self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
         unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
         coded = tensors is None or dtypes.may_hold_codes(tensors.columns.numbers)

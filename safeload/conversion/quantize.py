@@ -763,6 +763,10 @@ def _in_words(codes: Array, encoding: Encoding) -> Array:
     packed = codes.reshape(-1).view(np.uint8).reshape(rows, -1)
     if preset.layout == packing.COLUMNS:
         return _turned(packed.view(np.int32), preset)
-    out = private_array(encoding.stored(packing.CODES)[1], np.dtype(np.int32))
-    out[0::2], out[1::2] = (_turned(_words_down(half, preset), preset) for half in (packed & 15, packed >> 4))
-    return out
+    eight = packed.reshape(rows // 8, 8, -1)
+    words = np.empty((rows // 8, packed.shape[1], 2, 4), np.uint8)  # of two columns
+    for k in range(4):
+        low, high = (eight[:, row] for row in _AWQ_ORDER[2 * k : 2 * k + 2])
+        words[:, :, 0, k] = low & 15 | high << 4
+        words[:, :, 1, k] = low >> 4 | high & 0xF0
+    return _turned(words.reshape(rows // 8, -1).view(np.int32), preset)

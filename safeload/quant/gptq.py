@@ -19,7 +19,7 @@ from ..core import arrays, restore
 from ..core.native import lib
 from ..core.packing import COLUMNS, GROUPS, ROWS, SCALE, WORDS, ZERO, Grid, Packed, Packing, Zeros
 from ..core.text import show
-from .families import GROUP_SIZES, IS_HEAD, Engine, Family, Preset, StoredPart, filled, parts_of
+from .families import GROUP_SIZES, Engine, Family, Preset, StoredPart, filled, parts_of
 from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import compiled
 from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key, quantization_of, with_quantization
@@ -264,6 +264,7 @@ def _keys(quantization: Quantization) -> tuple[dict[str, int], list[str], frozen
 # ---- writing ----
 
 _ENGINE = Engine("vLLM, SGLang and transformers")
+_HEAD = "lm_head"  # has a setting of its own
 
 
 def lay_out_gptq(
@@ -275,7 +276,7 @@ def lay_out_gptq(
     """
     source = quantization_of(config)
     ordered = source is not None and source.method == "gptq" and source.values.get("desc_act") is True
-    modules: dict[str, Any] = {f"-:.*{re.escape(name)}$": {} for name in sorted(left) if left[name] != IS_HEAD}
+    modules: dict[str, Any] = {f"-:.*{re.escape(name)}$": {} for name in sorted(left) if name != _HEAD}
     settings = filled(
         "gptq",
         bits=preset.bits,

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from builders import code_layouts as layouts
+from builders import llama_models
 from builders.engine_models import tensors, write_experts, write_model
 from builders.inside import main
 from builders.packed_codes import AWQ_ORDER
@@ -197,7 +198,7 @@ def test_scales_of_the_kv_cache_stay_where_engines_read_them(tmp_path, name, res
     source = with_cache(tmp_path, {"kv_cache_scheme": SCHEME})
     report = safeload.convert(source, tmp_path / "out", quantize=name, requantize=True, resume=resume)
     weights = load_file(tmp_path / "out/model.safetensors")
-    assert {key: weights[key].tolist() for key in CACHE} == dict.fromkeys(CACHE, [0.5])
+    assert {key: weights[key].tolist() for key in CACHE} == {key: [0.5] for key in CACHE}
     assert report.left_out == ()
     if name != "deepseek_fp8":
         assert quantization(tmp_path / "out")["kv_cache_scheme"].items() >= SCHEME.items()
@@ -223,6 +224,19 @@ def test_a_result_without_a_place_for_the_scales_names_them(tmp_path, how, caplo
     assert line in str(report)
     assert line in caplog.text
     assert "kv_cache_scheme" not in (quantization(tmp_path / "out") or {})
+
+
+def test_llama_cpp_has_no_place_for_the_scales(tmp_path):
+    pytest.importorskip("tokenizers")
+    model = llama_models.listed()["llama3"]
+    source = llama_models.write_folder(tmp_path / "float", model, llama_models.tensors_of(model))
+    safeload.convert(source, tmp_path / "source", quantize="w4a16-g32", dtype="float16")
+    weights = load_file(tmp_path / "source/model.safetensors")
+    save_file({**weights, **CACHE}, tmp_path / "source/model.safetensors")
+    for how in ({}, {"quantize": "q4_0"}):
+        report = safeload.convert(tmp_path / "source", tmp_path / "x.gguf", **how, overwrite=True)
+        (line,) = report.left_out
+        assert line.endswith("llama.cpp has no place for them")
 
 
 def test_a_scheme_without_scales_or_of_another_kind_is_not_carried(tmp_path):

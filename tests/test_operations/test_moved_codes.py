@@ -79,9 +79,10 @@ def test_a_weight_that_is_ignored_now_is_dequantized(models, tmp_path):
     ("kind", "name"),
     [
         ("ct_pack_w4_g128_asym", "w4a16_asym"), ("ct_fp8_channel", "fp8_dynamic"), ("ct_fp8_block", "fp8_block"),
-        ("ct_nvfp4", "nvfp4a16"), ("ct_mxfp4", "mxfp4a16"), ("ct_mxfp8", "mxfp8a16"), ("awq4_gemm", "awq-g32"), ("ct_int8_channel", "w8a8"), ("fp8_block", "deepseek_fp8"),
+        ("ct_nvfp4", "nvfp4a16"), ("ct_mxfp4", "mxfp4a16"), ("ct_int8_channel", "w8a8"), ("fp8_block", "deepseek_fp8"),
         ("mlx_affine4_g64", "mlx4"), ("mlx_affine4_g128", "mlx4-g128"), ("mlx_affine8_g32", "mlx8-g32"),
         ("mlx_mxfp4", "mlx-mxfp4"), ("mlx_mxfp8", "mlx-mxfp8"), ("mlx_nvfp4", "mlx-nvfp4"),
+        ("ct_mxfp8", "mxfp8a16"), ("awq4_gemm", "awq-g32"),
     ],
 )  # fmt: skip
 def test_weights_by_the_real_writers_are_copied(tmp_path, kind, name):

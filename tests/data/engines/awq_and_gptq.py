@@ -1,7 +1,7 @@
-"""Compares the logits of AWQ and GPTQ folders in transformers, by GPTQModel's kernels, with those of dequantized weights.
+"""Compares logits of AWQ and GPTQ folders in transformers, by GPTQModel's kernels, with those of dequantized weights.
 
-python awq_and_gptq.py FOLDER, with tests/ on PYTHONPATH; README.md has the versions. Set TORCHDYNAMO_DISABLE=1, or kernels
-are compiled.
+python awq_and_gptq.py FOLDER, with tests/ on PYTHONPATH; README.md has the versions. Set TORCHDYNAMO_DISABLE=1, or
+kernels are compiled.
 """
 
 import sys
