@@ -15,7 +15,7 @@ import safetensors.numpy
 from compare import Comparison, prepared, race
 
 import safeload
-from safeload.checking import manifest
+from safeload.trust import manifest
 
 ROUNDS = files.LARGE_ROUNDS
 

@@ -61,6 +61,7 @@ _MODULE_OF = {
         "trust.scan": "ScanFinding ScanReport scan",
         "checking.findings": "CheckReport Finding",
         "checking.check": "Limits check",
+        "trust.manifest": "TensorCheck",
         "trust.verify": "FileCheck VerifyReport verify",
         "core.opening": "Signature",
     }.items()

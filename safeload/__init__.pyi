@@ -94,6 +94,7 @@ from .models.family import ModelFamily as ModelFamily
 from .models.family import families as families
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
+from .trust.manifest import TensorCheck as TensorCheck
 from .trust.scan import ScanFinding as ScanFinding
 from .trust.scan import ScanReport as ScanReport
 from .trust.scan import scan as scan

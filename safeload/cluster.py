@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .checking import check, diff, manifest, stats
+from .checking import check, diff, stats
 from .conversion import resume
 from .conversion.executors import INVALID_PIECE
 from .conversion.resume import Plan, finalize, plan_convert
 from .core.memory import check_threads
 from .core.text import show
 from .errors import FormatError, public
+from .trust import manifest
 
 __all__ = ["Plan", "finalize", "plan_convert", "run_piece"]
 

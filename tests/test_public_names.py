@@ -31,7 +31,7 @@ VerificationError __version__
 BEHIND = """
 DiffReport Finding HISTOGRAM_EDGES KEPT_NAMES Layout LimitError Limits LoadStats Plan QuantizedDict
 RangeError RemotePermissionError RemoteTimeoutError SafeSlice StackedDict StackedTensor Summary TensorDiff TensorMeta
-TensorSpec TensorStats _safe_open_handle deserialize finalize plan_convert run_piece serialize
+TensorCheck TensorSpec TensorStats _safe_open_handle deserialize finalize plan_convert run_piece serialize
 serialize_file stack Edit FileCheck LayerStream LocalModel LocalModels ScanFinding ScanReport TensorLike
 TensorSlice TensorStream VerifyReport families ModelFamily
 """

@@ -66,12 +66,6 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "index.shard:opening": "{problem}",
         "index.tensor": "{name} lacks {absent:,} of the {listed} there, the first is {first}",
         "layers.hole": "layer {layer} of {layers} is missing",
-        "manifest.changed": "is {now}, but {before} in the manifest",
-        "manifest.changed:bytes": "has SHA-256 {now:.16}..., but {before:.16}... in the manifest",
-        "manifest.changed:settings": "has the stored bytes of the manifest, but different settings decode them, such "
-        "as the axis of its scales, its block size or its zero points",
-        "manifest.missing": "is in the manifest, but not in the file",
-        "manifest.unexpected": "is in the file, but not in the manifest",
         "model.empty": "no tensors",
         "model.parameters": "{parameters:,} parameters, expected {expected:,}",
         "quantization.scale": "{bad:,} of {total:,} {fault}, the first is {first}",
@@ -127,8 +121,6 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "gguf.unchecked:no key": "no key {key}: llama.cpp does not load this file, so its rules were not checked",
         "head.unchecked": "architecture {architecture}: {heads} not checked",
         "index.fetch": "{problem}; {advice}; names and shapes of the rest were not checked",
-        "manifest.outdated": "an older safeload wrote the manifest: it covers the stored bytes of {tensors}, "
-        "but not the settings for decoding them; write it again with --write-manifest",
         "quantization.unchecked": "{label}: {checks} of quantized weights were not checked ({tensors})",
         "quantization.zero:format": "zero points have another format than the configuration says; safeload "
         "recognized it",

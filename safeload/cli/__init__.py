@@ -30,7 +30,7 @@ _INSTEAD = {
     "html": "report PATH",
     "inspect": "info PATH",
     "list": "info PATH",
-    "manifest": "check PATH --write-manifest FILE",
+    "manifest": "verify PATH --write FILE",
     "merge": "convert SOURCE DESTINATION --adapter ADAPTER",
     "metadata": "info PATH",
     "print": "get FILE NAME",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ..core import names, packing
 from ..core.showing import plain
 from ..core.text import plural, printable, size
-from ..errors import FormatError
-from ..remote.url import is_url
 from . import common
 from .parsers import (
     ADAPTER,
@@ -42,7 +39,6 @@ from .parsers import (
 
 if TYPE_CHECKING:
     from ..checking.findings import CheckReport
-    from ..conversion.destinations import Output
     from ..conversion.executors import Executor
 
 # Options of the commands that read all values.
@@ -70,8 +66,7 @@ def _schemas() -> list[str]:
   safeload check llama.gguf --source Llama-3.2-1B/
   safeload check my-lora/ --base Llama-3.2-1B/
   safeload check -r models/ --json > results.jsonl
-  safeload check Llama-3.2-1B/ --write-manifest llama.sha256.json
-  safeload check Llama-3.2-1B/ --manifest llama.sha256.json --json | jq .errors""",
+  safeload check Llama-3.2-1B/ --json | jq .errors""",
     PATHS,
     RECURSIVE,
     argument("--config", "FILE", "use this config.json instead of the folder's own"),
@@ -100,11 +95,6 @@ def _schemas() -> list[str]:
     flag("--structure", "check only files, names, shapes and sizes; read no values"),
     *PATTERNS,
     flag("--strict", "treat warnings as errors, except value.constant and value.zero"),
-    one_of(
-        argument("--manifest", "FILE", "compare the SHA-256 of each tensor with this file"),
-        argument("--write-manifest", "FILE", "write the SHA-256 of each tensor to this file"),
-    ),
-    flag("--overwrite", "replace the file of --write-manifest even if safeload did not write it"),
     *_READING,
     JSON_LINES,
     status=f"{STATUS} {OF_SEVERAL} With --strict, warnings other than value.constant and value.zero count as errors.",
@@ -112,27 +102,18 @@ def _schemas() -> list[str]:
 def check(options: argparse.Namespace) -> int:
     """Print the findings about ``options.paths``."""
     from ..checking.check import settings, validate_path
-    from ..checking.findings import HARMLESS_WARNINGS, find
+    from ..checking.findings import HARMLESS_WARNINGS
     from ..checking.info import misfits_of
     from ..checking.proof import findings_of
-    from ..conversion.destinations import Output
-    from ..trust.digests import is_manifest
 
-    common.refuse_several(options, "manifest", "write_manifest", "parameters", "source")
+    common.refuse_several(options, "parameters", "source")
     if options.adapter is not None and options.source is None:
         raise ValueError("--adapter needs --source: the model into which the adapter was merged")
-    written, output = options.write_manifest, None
-    if written is not None:
-        common.refuse(written, "--write-manifest needs a file")
-        sources = *options.paths, options.config
-        output = Output("--write-manifest", written, "manifest", is_manifest, options.overwrite, sources)
-        output.check()
     limits = common.given(options, "parameters scale absmax")
     if options.range is not None:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
-    again = options.manifest, output, options.source, options.base
-    repeated = any(option is not None for option in again)
+    repeated = options.source is not None or options.base is not None
     with common.cluster(options.dask) as executor:
 
         def examine(path: str) -> common.Outcome:
@@ -156,13 +137,6 @@ def check(options: argparse.Namespace) -> int:
                         report.add(findings_of(place, options.source, adapters=adapters, progress=progress, **same))
                 if options.base is not None:
                     report.add(misfits_of(place, options.base, **common.given(options, "storage_options")))
-                if report.files and (options.manifest is not None or output is not None):
-                    try:
-                        _manifest(report, place, options, executor, output)
-                    except FormatError as problem:
-                        if problem.path is not None and problem.path not in report.files:
-                            raise
-                        report.add([find("file.read", problem=problem)])
             refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
             line = common.in_options("; ".join([report.verdict, *map(str, report.errors[:1])]))
             return int(not report.ok or refused), line, report.to_dict, partial(_print_report, report)
@@ -183,30 +157,6 @@ def _print_report(report: CheckReport) -> None:
         if report.errors or report.warnings or report.notes:
             print()
         print(paint(f"checked: {printable(report.checked)}, {report.seconds:.1f} s", "dim"))
-
-
-def _manifest(
-    report: CheckReport, path: Any, options: argparse.Namespace, executor: Executor | None, output: Output | None
-) -> None:
-    """Compare a checkpoint with a manifest, or write a manifest."""
-    from ..checking import manifest
-
-    expected = manifest.read(options.manifest) if options.manifest else None
-    with common.open_path(path, options) as opened, common.bar("sha256") as progress:
-        current = manifest.make(opened, executor=executor, threads=options.threads, progress=progress)
-    if expected is not None:
-        report.add(manifest.compare(expected, current))
-    if output is None:
-        return
-    if isinstance(path, str) and not is_url(path):
-        from ..core.memory import thread_count
-        from ..trust.verify import digests_of
-
-        current["files"] = digests_of(path, thread_count(1 << 40, options.threads), options.write_manifest)
-    output.write(json.dumps(current, indent=1) + "\n", report.files)
-    if not options.json:
-        name = printable(os.path.basename(options.write_manifest))
-        print(f"{name}: SHA-256 of {plural(len(current['tensors']), 'tensor')}", file=sys.stderr)
 
 
 # ---- stats ----

@@ -308,7 +308,7 @@ def hint(options: argparse.Namespace) -> str:
 # Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
 _ARGUMENT = r"""(?<![^ (])
     (base|dtype|drop|exact|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename
-     |requantize|resume|root|scale_dtype|stored|unknown_globals|verify)
+     |requantize|resume|root|scale_dtype|stored|unknown_globals|verify|write)
     (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep|root)=)(?=') | (?<=ignore=)(?=')
        | (?<=quantize=)(?=')
        | (?=[ ,;:.)]|$) )
@@ -377,7 +377,7 @@ FAILURES = SafeloadError, OSError, MemoryError, ValueError, TypeError, ModuleNot
 def status_of(error: Exception, options: argparse.Namespace) -> int:
     """Return the exit status of an error about a file or an argument."""
     wrong = isinstance(error, (ValueError, TypeError)) and not isinstance(error, (SafeloadError, OSError))
-    return options.wrong_usage if wrong else 2 if isinstance(error, NoMatchError) else 1
+    return options.wrong_usage if wrong else 2 if isinstance(error, NoMatchError) else options.failed
 
 
 # How messages of `FileExistsError` begin.

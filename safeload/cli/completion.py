@@ -106,11 +106,12 @@ def _zsh_options(options: list[Any]) -> Iterator[str]:
     for option in options:
         values = _values(option)
         action = f"({values})" if values else "_files" if option.metavar == "FILE" else " "
-        arity = 1 if option.nargs is None else option.nargs
+        value = f":value:{action}"
+        value = f":{value}" if option.nargs == "?" else value * (1 if option.nargs is None else option.nargs)
         before = "*" if isinstance(option, argparse._AppendAction) else f"({' '.join(option.option_strings)})"
         text = "".join(f"\\{c}" if c in "[]:\\" else c for c in option.help)
         for name in option.option_strings:
-            yield _quoted(f"{before}{name}[{text}]{f':value:{action}' * arity}")
+            yield _quoted(f"{before}{name}[{text}]{value}")
 
 
 def _quoted(text: str) -> str:

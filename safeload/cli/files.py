@@ -20,17 +20,18 @@ from ..errors import NoMatchError, SafeloadError
 from . import common
 from .parsers import (
     CACHE,
+    DASK,
     JSON,
     JSON_LINES,
     OF_SEVERAL,
     RECURSIVE,
-    STATUS,
     STORAGE_OPTION,
     THREADS,
     TRUSTED,
     argument,
     command,
     flag,
+    one_of,
     repeated,
 )
 
@@ -230,11 +231,14 @@ def scan(options: argparse.Namespace) -> int:
 
 
 @command(
-    "Hash every file of a model, and compare it with a model signature, with a manifest (check "
-    "--write-manifest), or with the digests that the caches of the Hub and of ollama keep. Files that are "
-    "missing, changed or not listed are named.",
+    "Hash every file of a model, and compare it with a manifest, a model signature, another model, or the digests that "
+    "the caches of the Hub and of ollama keep. Files that are missing, changed or not listed are named, and so are "
+    "changed tensors. With --write, write the manifest: a SHA-256 of each file and of each tensor.",
     """examples:
+  safeload verify Llama-3.2-1B/ --write
+  safeload verify Llama-3.2-1B/ --write llama.sha256.json
   safeload verify Llama-3.2-1B/ --against llama.sha256.json
+  safeload verify copy/ --against Llama-3.2-1B/
   safeload verify Llama-3.2-1B/ --key release.pub
   safeload verify model/ --against model.sig --certificate root.pem
   safeload verify hf://owner/name
@@ -244,21 +248,36 @@ Without --against, safeload uses model.sig or a manifest next to the files, or t
 and a cache prove integrity only: they do not say who made the files. Signatures need the package model-signing.""",
     argument("paths", "PATH", "a folder, a file, a URL, or an ollama:// name; may be repeated", nargs="+"),
     RECURSIVE,
-    argument("--against", "FILE", "manifest or signature; default: the one next to the files"),
+    one_of(
+        argument("--against", "FILE", "manifest, signature or other model; default: the document next to the files"),
+        argument(
+            "--write",
+            "FILE",
+            "write a manifest; default: sha256.json in the folder, or NAME.sha256.json beside the file",
+            nargs="?",
+            const=True,
+        ),
+    ),
+    flag("--tensors", "compare only tensors, in whatever files they are"),
+    flag("--overwrite", "replace the file of --write even if safeload did not write it"),
     TRUSTED,
     STORAGE_OPTION,
     THREADS,
+    DASK,
     CACHE,
     JSON_LINES,
-    status=f"{STATUS} {OF_SEVERAL}",
+    lambda parser: parser.set_defaults(failed=2),
+    status="0 the same, 1 something differs, 2 a comparison is not possible, or wrong usage. " + OF_SEVERAL,
 )
 def verify(options: argparse.Namespace) -> int:
     """Print the report about ``options.paths``."""
-    common.refuse_several(options, "against")
-    return common.for_each(options, partial(_verified, options))
+    common.refuse_several(options, "against", *([] if options.write is True else ["write"]))
+    common.refuse(options.write, "--write needs a file")
+    with common.cluster(options.dask) as executor:
+        return common.for_each(options, partial(_verified, options, executor))
 
 
-def _verified(options: argparse.Namespace, path: str) -> common.Outcome:
+def _verified(options: argparse.Namespace, executor: Any, path: str) -> common.Outcome:
     from .. import verify
 
     common.refuse(path, "verify compares files")
@@ -268,16 +287,21 @@ def _verified(options: argparse.Namespace, path: str) -> common.Outcome:
 
         against = signature_beside(path)
     with common.bar("verify") as progress:
-        same = common.given(options, "storage_options threads cache")
-        report = verify(path, against_of(against, options), progress=progress, **same)
+        same = common.given(options, "write tensors overwrite storage_options threads cache")
+        report = verify(path, against_of(against, options), executor=executor, progress=progress, **same)
     colour = "good" if report.ok else "error"
 
     def show() -> None:
         lines = report.lines(common.columns())
         common.print_lines((line, colour) if line == report.verdict else line for line in lines)
 
-    first = (f"{file.file} {file.status}" for file in report.faults[:1])
-    return int(not report.ok), "; ".join([report.verdict, *first]), report.to_dict, show
+    def written() -> None:
+        counts = plural(len(report.files), "file"), plural(len(report.tensors), "tensor")
+        print(f"{printable(report.source)}: SHA-256 of {' and '.join(counts)}", file=sys.stderr)
+
+    first = (f"{check[0]} {check.status}" for check in report.faults[:1])
+    line = "; ".join([report.verdict, *first])
+    return int(not report.ok), line, report.to_dict, written if options.write is not None else show
 
 
 def against_of(path: str | None, options: argparse.Namespace) -> Any:

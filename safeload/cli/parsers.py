@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "families": ("files", "look", "list the known families of models"),
     "check": ("check", "check", "find faults in weights"),
     "scan": ("files", "check", "judge the code that pickles name"),
-    "verify": ("files", "check", "compare files with a signature or a manifest"),
+    "verify": ("files", "check", "compare files with a manifest, a signature or a model"),
     "convert": ("convert", "change", "write another format, dtype or layout"),
     "edit": ("files", "change", "change metadata and names in place"),
     "patch": ("files", "publish", "publish or apply the difference of two files"),
@@ -186,7 +186,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         # Without abbreviations: a new option could break scripts.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
-        self.set_defaults(wrong_usage=2)  # exit status
+        self.set_defaults(wrong_usage=2, failed=1)  # exit statuses
 
     def error(self, message: str) -> NoReturn:
         self.exit(self.get_default("wrong_usage"), f"{self.prog}: error: {message}; see {self.prog} --help\n")

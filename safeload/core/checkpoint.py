@@ -947,7 +947,7 @@ def load(
         out: arrays to fill, by name. Each must be C-contiguous and have its tensor's dtype and shape.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
-        verify: the path of a manifest (``safeload check --write-manifest``) or a `Signature` to compare every file
+        verify: the path of a manifest (``safeload verify --write``) or a `Signature` to compare every file
             with, in the pass that reads it. Tensors are returned only if all files match. True uses the manifest next
             to the files, or the digests of the Hub's cache or of ollama. The files that hold the tensors are read whole
             into private memory, whatever ``backend`` and ``only`` say. Cannot be combined with ``adapters``.

@@ -45,6 +45,8 @@ SIGNATURE_KEY = "dsseEnvelope"
 _PAYLOAD = "application/vnd.in-toto+json"
 _PACKAGE = "model_signing"
 SIGNATURE_NAME = "model.sig"
+# Name of a manifest in the folder of its model, and suffix beside a file.
+MANIFEST_NAME = "sha256.json"
 # Algorithms by name, with the number of hexadecimal digits.
 _ALGORITHMS = {"sha256": 64, "blake2b": 128, "blake3": 64}
 _GIT_BLOB = "git-sha1"
@@ -67,7 +69,7 @@ _MOST_BESIDE = 1000
 _FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
 # The caches that name files by their digests.
 HUB, OLLAMA = "the Hub's cache", "ollama's store"
-_MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
+MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
 _SHARD = re.compile(r"(.+):([0-9]{1,18}):([0-9]{1,18})", re.DOTALL)
 
 
@@ -94,6 +96,7 @@ class Expected(NamedTuple):
     ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
     alone: str = ""  # absolute path of a model that is a single file
     skips_empty: bool = False  # empty files have no digest: the signature lists ranges
+    tensors: Any = None  # of a manifest, not checked yet
 
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
@@ -171,8 +174,8 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
     """Return the files of a manifest by safeload, by name."""
     listed = manifest.get("files")
     if listed is None:
-        text = "the manifest lists tensors, but no files: write it again with safeload check --write-manifest"
-        raise refused(f"{text}, or compare tensors with safeload check --manifest", path)
+        text = "the manifest lists tensors, but no files: write it again with `safeload verify PATH --write FILE`"
+        raise refused(f"{text}, or compare its tensors with `safeload verify PATH --against FILE`", path)
     if not isinstance(listed, Mapping):
         raise refused(f"files must be an object, got {type(listed).__name__}", path)
     files: dict[str, ExpectedFile] = {}
@@ -377,20 +380,29 @@ def check_readable(path: PathLike) -> None:
 # ---- the digests to verify files with ----
 
 
-def expected_of(path: str, files: Files, verify: Verify, storage_options: Mapping[str, Any] | None = None) -> Expected:
+def expected_of(
+    path: str,
+    files: Files,
+    verify: Verify,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    tensors: bool = False,  # True to accept a manifest of tensors alone, without `files`
+) -> Expected:
     """Return the expected digests of a model, of which ``path`` is the first file or the folder."""
     if getattr(files, "heads", None) is not None:
         raise VerificationError("a file object has no name that a manifest or signature could list: pass its path")
     if verify is True:
-        return _beside(path, files)
+        return _beside(path, files, tensors=tensors)
     if not isinstance(verify, (str, os.PathLike, Signature)):
         raise TypeError(f"verify must be True, a path or a safeload.Signature, got {show(verify)}")
     signature = verify if isinstance(verify, Signature) else Signature(verify)
     (text,), beside = places_of((signature.path,), storage_options)
-    return _expected(text, beside, signature if verify is signature else None, path, files)
+    return _expected(text, beside, signature if verify is signature else None, path, files, tensors=tensors)
 
 
-def _expected(document: str, beside: Files, signature: Signature | None, path: str, files: Files) -> Expected:
+def _expected(
+    document: str, beside: Files, signature: Signature | None, path: str, files: Files, *, tensors: bool
+) -> Expected:
     """Return the digests in a document: in a ``signature``, or in what it is by its keys if that is None."""
     source, folder = beside.shown(document), beside.split(beside.absolute(document))[0]
     with closing(beside.open(document)) as store:
@@ -409,10 +421,13 @@ def _expected(document: str, beside: Files, signature: Signature | None, path: s
         if ours or MANIFEST_KEY in fields:
             if fields.get(MANIFEST_KEY) != MANIFEST_VERSION:
                 raise refused(f"a manifest must have {MANIFEST_KEY!r}: {MANIFEST_VERSION}", source)
-            listed = files_of_manifest(fields, source)
-            return Expected(source, _MANIFEST_PROOF, _root(path, files, folder, listed), listed, GIT_PATHS)
+            of_tensors = fields.get("tensors")
+            alone = tensors and fields.get("files") is None and of_tensors is not None
+            listed = {} if alone else files_of_manifest(fields, source)
+            root = _root(path, files, folder, listed)
+            return Expected(source, MANIFEST_PROOF, root, listed, GIT_PATHS, tensors=of_tensors)
         if SIGNATURE_KEY not in fields:
-            text = f"neither a manifest, as `safeload check PATH --write-manifest FILE` writes it ({MANIFEST_KEY!r}), "
+            text = f"neither a manifest, as `safeload verify PATH --write FILE` writes it ({MANIFEST_KEY!r}), "
             raise refused(f"{text}nor an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", source)
         signature = Signature(document)
     signed = signed_files(content, signature, source)
@@ -433,8 +448,11 @@ def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str
     return own
 
 
-def _beside(path: str, files: Files) -> Expected:
+def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
+    signature, manifest = signature_beside(path), document_beside(path, MANIFEST_NAME, f".{MANIFEST_NAME}")
+    if not files.remote and os.path.isfile(manifest) and not os.path.lexists(signature):
+        return _expected(manifest, LOCAL, None, path, files, tensors=tensors)
     above = () if files.remote else Path(os.path.abspath(path)).parents
     beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
     if path.startswith("hf://") or any(beside_blobs):  # or in the Hub's cache
@@ -444,14 +462,13 @@ def _beside(path: str, files: Files) -> Expected:
         raise refused(text, files.shown(path))
     if digest_in_cache(path) is not None:
         return Expected(OLLAMA)
-    signature = signature_beside(path)
     if os.path.lexists(signature):
-        return _expected(signature, LOCAL, Signature(signature), path, files)
+        return _expected(signature, LOCAL, Signature(signature), path, files, tensors=tensors)
     manifests = list(_manifests_in(path if os.path.isdir(path) else os.path.dirname(path)))
     if len(manifests) == 1:
-        return _expected(manifests[0], LOCAL, None, path, files)
+        return _expected(manifests[0], LOCAL, None, path, files, tensors=tensors)
     text = f"nothing to verify against: no {SIGNATURE_NAME}, manifest or cache has digests of it. "
-    text += "To write a manifest of trusted files, run `safeload check PATH --write-manifest FILE`"
+    text += "To write a manifest of trusted files, run `safeload verify PATH --write`"
     if manifests:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
@@ -462,10 +479,15 @@ def signature_beside(path: str) -> str:
     """Return where the signature of a model stands: ``model.sig`` in its folder, or beside a file of the same name."""
     if "://" in path:
         return f"{path.rstrip('/')}/{SIGNATURE_NAME}"
+    return document_beside(path, SIGNATURE_NAME, ".sig")
+
+
+def document_beside(path: str, name: str, suffix: str) -> str:
+    """Return the path of a document in the folder of a model; of a file also with its name and a suffix."""
     if os.path.isdir(path):
-        return os.path.join(path, SIGNATURE_NAME)
-    alone = f"{path}.sig"
-    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), SIGNATURE_NAME)
+        return os.path.join(path, name)
+    alone = f"{path}{suffix}"
+    return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), name)
 
 
 def _manifests_in(folder: str) -> Iterator[str]:

@@ -1,39 +1,44 @@
-"""`verify`: compare whole files with a manifest, a model signature or the digests of a cache; `sign` files."""
+"""`verify`: compare a model with a manifest, a signature, a cache or another model, or write a manifest; `sign`."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
 from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..conversion.executors import Executor, check_executor
 from ..conversion.sink import is_extra
+from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of, caching
 from ..core.memory import Cache, check_threads, thread_count
-from ..core.opening import Verify
+from ..core.opening import Signature, Verify
 from ..core.progress import Meter, Progress
-from ..core.registry import BY_NAME
+from ..core.registry import BY_NAME, WEIGHT_SUFFIXES
 from ..core.showing import Report, Row, table
-from ..core.text import PathLike, more, os_error, plural, printable, size
+from ..core.text import PathLike, more, native_path, os_error, plural, printable, size, warning
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
 from ..quant.quantization import BESIDE, find_quantization
 from ..remote import ollama
 from ..remote.places import places_of
-from . import digests
+from . import digests, manifest
+from .manifest import TensorCheck
 from .verified import check_size, compare_digests, entry_of, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
 # Settings beside weights that no conversion copies.
 _SETTINGS = (*BESIDE, "adapter_config.json")
+_MODEL_PROOF = "equal to a model on this machine, which proves no more than that model does"
 # Rows of a table on a terminal.
 _ROWS = 100
-_HEAD = ("file", "status", "size", "why")
+_HEAD = ("name", "status", "size", "why")
 
 
 @exported()
@@ -67,42 +72,43 @@ class VerifyReport(Report):
         path: the model.
         source: the manifest, signature or cache.
         proof: what a match proves: who signed the files, or "integrity only".
-        files: `FileCheck` for each file, by name.
+        files: `FileCheck` for each file, by name; empty if only tensors were compared.
+        tensors: `TensorCheck` for each compared tensor; empty if all files are as expected.
 
     Example:
-        >>> import hashlib, json
-        >>> from pathlib import Path
         >>> import safeload
-        >>> content = Path("tiny-llama/config.json").read_bytes()
-        >>> files = {"config.json": {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
-        >>> _ = Path("list.json").write_text(json.dumps({"safeload_manifest": 1, "files": files}))
-        >>> report = safeload.verify("tiny-llama/config.json", "list.json")
+        >>> report = safeload.verify("tiny-llama", write="list.json")
+        >>> report = safeload.verify("tiny-llama", "list.json")
         >>> report.ok, [file.status for file in report.files]
-        (True, ['ok'])
+        (True, ['ok', 'ok', 'ok', 'ok'])
     """
 
-    _columns = FileCheck._fields
-    _json = ("ok", "path", "source", "proof", "files")
+    _columns = ("name", "kind", "status", "nbytes", "reason")
+    _json = ("ok", "path", "source", "proof", "files", "tensors")
 
-    def __init__(self, path: str, source: str, proof: str, files: Sequence[FileCheck]) -> None:
+    def __init__(
+        self, path: str, source: str, proof: str, files: Sequence[FileCheck], tensors: Sequence[TensorCheck] = ()
+    ) -> None:
         self.path, self.source, self.proof = path, source, proof
-        self.files = list(files)
+        self.files, self.tensors = list(files), list(tensors)
 
     @property
     def ok(self) -> bool:
-        """True if every file is as expected, and there are no others."""
-        return bool(self.files) and not self.faults
+        """True if everything compared is as expected, and nothing is missing or added."""
+        return bool(self.files or self.tensors) and not self.faults
 
     @property
-    def faults(self) -> list[FileCheck]:
-        """The files that are not as expected."""
-        return [file for file in self.files if file.status != "ok"]
+    def faults(self) -> list[FileCheck | TensorCheck]:
+        """The files and tensors that are not as expected."""
+        checks: list[FileCheck | TensorCheck] = [*self.files, *self.tensors]
+        return [check for check in checks if check.status != "ok"]
 
     def __bool__(self) -> bool:
         return self.ok
 
-    def _values(self) -> Iterable[FileCheck]:
-        return self.files
+    def _values(self) -> Iterable[Any]:
+        yield from ((file.file, "file", *file[1:]) for file in self.files)
+        yield from ((check.tensor, "tensor", check.status, 0, check.reason) for check in self.tensors)
 
     def _about(self) -> Sequence[str]:
         return [self.verdict]
@@ -113,25 +119,32 @@ class VerifyReport(Report):
     @property
     def verdict(self) -> str:
         """The result in a line."""
-        faults, count = len(self.faults), plural(len(self.files), "file")
-        if not self.files:
-            return f"no files to verify against {printable(self.source)}"
+        source, counts, faults = printable(self.source), [], 0
+        for checks, noun in ((self.files, "file"), (self.tensors, "tensor")):
+            bad = sum(check.status != "ok" for check in checks)
+            if bad or (checks and self.ok):
+                nbytes = sum(getattr(check, "nbytes", 0) for check in checks)
+                total = f" ({size(nbytes)})" if nbytes and not bad else ""
+                counts.append((f"{bad:,} of " if bad else "") + plural(len(checks), noun) + total)
+            faults += bad
+        if not counts:
+            return f"no files to verify against {source}"
         if faults:
-            return f"{faults:,} of {count} {'does' if faults == 1 else 'do'} not match {printable(self.source)}"
-        total = size(sum(file.nbytes for file in self.files))
-        matches = "matches" if len(self.files) == 1 else "match"
-        return f"{count} ({total}) {matches} {printable(self.source)}; {printable(self.proof)}"
+            return f"{' and '.join(counts)} {'does' if faults == 1 else 'do'} not match {source}"
+        matches = "matches" if len(self.files) + len(self.tensors) == 1 else "match"
+        return f"{' and '.join(counts)} {matches} {source}; {printable(self.proof)}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        faults = self.faults
-        if not faults:
-            return [self.verdict]
         rows = [
-            (printable(f.file), f.status, size(f.nbytes) if f.nbytes else "", printable(f.reason))
-            for f in faults[:_ROWS]
+            (printable(row["name"]), row["status"], size(row["nbytes"]) if row["nbytes"] else "", row["reason"])
+            for row in self.rows()
+            if row["status"] != "ok"
         ]
-        lines = table(_HEAD, rows, right=frozenset((2,)), columns=columns)
-        return [*lines, *more(len(faults), _ROWS), "", self.verdict]
+        if not rows:
+            return [self.verdict]
+        cells = [(*row[:3], printable(row[3])) for row in rows[:_ROWS]]
+        lines = table(_HEAD, cells, right=frozenset((2,)), columns=columns)
+        return [*lines, *more(len(rows), _ROWS), "", self.verdict]
 
 
 @public
@@ -139,24 +152,36 @@ def verify(
     path: PathLike | Located,
     against: Verify = None,
     *,
+    write: PathLike | Literal[True] | None = None,
+    tensors: bool = False,
+    overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
     threads: int | None = None,
     progress: Progress = None,
     cache: Cache = "keep",
 ) -> VerifyReport:
-    """Compare the files of a model with a manifest, a model signature or the digests of a cache.
+    """Compare a model with a manifest, a model signature, the digests of a cache or another model; or write a manifest.
 
     Every file of a folder must be listed, and every listed file must exist. The manifest or signature itself, files of
     Git, and the paths that a signature ignores are left out, and nothing else. Symbolic links count as their target
-    files. A file can change after this call: to load exactly the verified bytes, pass ``verify=`` to `load`.
+    files. If a weight file differs from a manifest or model, the tensors that changed are named, too. A file can change
+    after this call: to load exactly the verified bytes, pass ``verify=`` to `load`.
 
     Args:
         path: a folder, a file, a URL or an ``ollama://`` name. For a file or an ``index.json``, all files are compared
             that opening it reads, such as shards and configurations, and the listed settings beside it.
-        against: the path of a manifest written by ``safeload check --write-manifest``, or a `Signature`. None uses the
-            manifest next to the files, or the digests of the Hub's cache or of ollama.
+        against: the path of a manifest; a `Signature`; or another model: a folder, a weight file, an index.json or the
+            URL of one, whose digests are computed. None uses the manifest or signature next to the files, or the
+            digests of the Hub's cache or of ollama. A manifest or model at a URL stands for its tensors, not its files.
+        write: writes a manifest instead, with the size and SHA-256 of each file and the SHA-256 of each tensor: a path,
+            or True for ``sha256.json`` in the folder or ``NAME.sha256.json`` beside a file. The manifest does not
+            list itself. That of a URL lists tensors only.
+        tensors: True to compare names, dtypes, shapes and stored values of the tensors, in whatever files they are.
+        overwrite: for ``write``: True to replace a file that is not a manifest.
         storage_options: options of the filesystem behind a URL, see `open`.
-        threads: number of threads, each of which hashes a file; None chooses it.
+        executor: computes the digests of tensors, see `check`.
+        threads: number of threads, each of which hashes a file or tensor; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
         cache: "drop" leaves few pages of the files in the system's page cache, see `load`.
 
@@ -166,34 +191,165 @@ def verify(
     Raises:
         VerificationError: there is nothing to verify against; the signature has no key or belongs to another key; a
             manifest or signature is malformed.
+        FileExistsError: ``write`` names a file that is not a manifest.
         ModuleNotFoundError: a signature needs model-signing, which is not installed.
-        OSError: the path, the manifest, the signature or a key cannot be read.
+        OSError: the path, the manifest, the signature or a key cannot be read, or the manifest cannot be written.
+        ValueError: ``against`` and ``write``, or ``write=True`` for a URL.
 
     Example:
         >>> import safeload
-        >>> safeload.verify("tiny-llama", "tiny-llama.sha256.json").ok  # doctest: +SKIP
+        >>> safeload.verify("tiny-llama", write="tiny-llama.sha256.json").source
+        'tiny-llama.sha256.json'
+        >>> safeload.verify("tiny-llama", "tiny-llama.sha256.json").ok
         True
     """
     check_threads(threads)
+    check_executor(executor)
     (text,), files = places_of((path,), storage_options)
-    if ollama.is_name(text):
-        layers = sorted({layer.path for layer in ollama.find(text).layers})
+    in_ollama = ollama.is_name(text)
+    if not (files.remote or in_ollama or os.path.lexists(text)):
+        raise os_error(2, text)
+
+    @caching(cache)
+    def made_of(model: Any, names: Collection[str] = ()) -> Mapping[str, Any]:  # of all if none of these files is open
+        opened = open_checkpoint(model, storage_options=storage_options, unknown_globals="inert")
+        with opened as checkpoint:
+            if names and not any(file.place in names for file in checkpoint.weight_files):
+                return {}
+            how: Any = {"executor": executor, "threads": threads, "progress": progress}
+            return manifest.make(checkpoint, **how)["tensors"]  # type: ignore[no-any-return]
+
+    if write is not None:
+        if against is not None:
+            raise ValueError("against= compares and write= writes a manifest: pass only one of them")
+        with caching(cache):
+            return _written(text, files, write, made_of, path, overwrite=overwrite, threads=threads)
+    theirs: Any = None  # the tensors to compare with
+    if against is not None and _is_model(against, storage_options):
+        theirs = partial(made_of, against)
+        expected = _files_of_model(against, storage_options, text, files, threads)
+    elif in_ollama and against is None:
         expected = digests.Expected(digests.OLLAMA)
+    else:
+        expected = digests.expected_of(text, files, against or True, storage_options, tensors=True)
+        if expected.tensors is not None:
+            theirs = partial(manifest.checked, expected.tensors, expected.source)
+    if tensors and theirs is None:
+        raise digests.refused(f"{expected.source} has no digests of tensors: pass a manifest or a model", text)
+    alone = theirs is not None and (tensors or in_ollama or not expected.files)
+    if in_ollama:
+        layers = sorted({layer.path for layer in ollama.find(text).layers})
         files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
     else:
-        if not files.remote and not os.path.lexists(text):
-            raise os_error(2, text)
-        expected = digests.expected_of(text, files, True if against is None else against, storage_options)
-        places = list(_places(text, expected, files))
-    sizes = {place: _size(place, files) for _, place in places}
+        listed = [] if alone else list(_places(text, expected, files))
+        # Settings and shards beside a weight file are no part of another one.
+        alone_there = expected.proof == _MODEL_PROOF and _is_alone(text, files)
+        places = [place for place in listed if not alone_there or expected.covers(place[1], files)]
+    sizes = {} if alone else {place: _size(place, files) for _, place in places}
     total = sum(sizes.values())
     meter = Meter(progress, total)
 
-    ordered = sorted(places, key=lambda item: -sizes[item[1]])
-    checks = each(
-        caching(cache)(partial(_checked, expected, files, meter)), ordered, max(1, thread_count(total, threads))
+    ordered = [] if alone else sorted(places, key=lambda item: -sizes[item[1]])
+    checked = caching(cache)(partial(_checked, expected, files, meter))
+    checks = each(checked, ordered, max(1, thread_count(total, threads)))
+    changed = {check.file for check in checks if check.status == "changed"}
+    of_tensors: list[TensorCheck] = []
+    if alone:
+        of_tensors = manifest.compare(theirs(), made_of(path), expected.source)
+    elif changed and theirs is not None:
+        with suppress(SafeloadError, OSError):  # the file itself is reported
+            now = made_of(path, {files.absolute(place) for name, place in places if name in changed})
+            known = theirs() if now else {}
+            if not files.is_folder(text):  # a part of the model
+                known, now = ({name: side[name] for name in known if name in now} for side in (known, now))
+            of_tensors = manifest.compare(known, now, expected.source)
+    moved = {(expected.files or {}).get(check.file): check.file for check in checks if check.status == "missing"}
+    if moved:
+        checks = [_renamed(check, dict(places)[check.file], moved, files) for check in checks]
+    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks), of_tensors)
+
+
+def _renamed(check: FileCheck, place: str, moved: Mapping[digests.ExpectedFile | None, str], files: Files) -> FileCheck:
+    """Say of an unlisted file which missing file has its content."""
+    if (
+        check.status != "not covered"
+        or files.remote
+        or check.nbytes not in {content[-1].end for content in moved if content}
+    ):
+        return check
+    entry = entry_of(place)
+    content = (digests.ExpectedRange(0, entry["size"], "sha256", entry["sha256"]),)
+    return (
+        check._replace(reason=f"{check.reason}; its content is that of {moved[content]}") if content in moved else check
     )
-    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks))
+
+
+def _is_model(against: Any, storage_options: Mapping[str, Any] | None) -> bool:
+    """Return True for a model, by its name: a folder, a weight file or an index; False for a document."""
+    if against is True or isinstance(against, Signature) or not isinstance(against, (str, os.PathLike)):
+        return False
+    (text,), files = places_of((against,), storage_options)
+    name = text.partition("?")[0].lower()
+    if name.endswith((".json", ".sig")):
+        return name.endswith(".index.json")
+    return ollama.is_name(text) or os.path.splitext(name)[1] in WEIGHT_SUFFIXES or files.is_folder(text)
+
+
+def _files_of_model(
+    model: Any, storage_options: Mapping[str, Any] | None, path: str, files: Files, threads: int | None
+) -> digests.Expected:
+    """Return the digests of another model's files; of a single weight file, under the name of another one."""
+    (text,), place = places_of((model,), storage_options)
+    listed: dict[str, dict[str, Any]] = {}
+    if not (place.remote or ollama.is_name(text)):
+        if not os.path.lexists(text):
+            raise os_error(2, text)
+        alone = _is_alone(text, place) and _is_alone(path, files)
+        listed = {files.split(path)[1]: entry_of(text)} if alone else digests_of(text, thread_count(1 << 40, threads))
+    root = files.absolute(path) if files.is_folder(path) else files.split(files.absolute(path))[0]
+    expected = digests.files_of_manifest({"files": listed}, text)
+    return digests.Expected(place.shown(text), _MODEL_PROOF, root, expected, digests.GIT_PATHS)
+
+
+def _is_alone(path: str, files: Files) -> bool:
+    """Return True for a weight file, which another one of any name can be compared with."""
+    return not (files.is_folder(path) or path.endswith(".index.json"))
+
+
+def _written(
+    text: str,
+    files: Files,
+    write: PathLike | Literal[True],
+    made_of: Callable[[Any], Mapping[str, Any]],
+    path: Any,
+    *,
+    overwrite: bool,
+    threads: int | None,
+) -> VerifyReport:
+    """Write the manifest of a model."""
+    from ..conversion.destinations import Output  # only here: other calls write nothing
+
+    local = not (files.remote or ollama.is_name(text))
+    if write is True and not local:
+        raise ValueError("write=True stands for a path beside the model, and this is a URL: pass the path")
+    beside = os.path.join(text, digests.MANIFEST_NAME) if os.path.isdir(text) else f"{text}.{digests.MANIFEST_NAME}"
+    target = beside if write is True else native_path(write)[0]
+    output = Output("write=", target, "manifest", digests.is_manifest, overwrite, [text])
+    output.check()
+    document: dict[str, Any] = {digests.MANIFEST_KEY: digests.MANIFEST_VERSION}
+    try:
+        document["tensors"] = made_of(path)
+    except SafeloadError as error:
+        if not local:
+            raise
+        warning("%s lists files, but no tensors: %s", target, one_line(error))
+    listed = digests_of(text, thread_count(1 << 40, threads), target) if local else {}
+    if local:
+        document["files"] = listed
+    output.write(json.dumps(document, indent=1) + "\n", [text])
+    checks = [FileCheck(name, "ok", entry["size"], "") for name, entry in listed.items()]
+    tensors = [TensorCheck(name, "ok", "") for name in document.get("tensors", ())]
+    return VerifyReport(files.shown(text), target, digests.MANIFEST_PROOF, checks, tensors)
 
 
 def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[str, Any]]:
@@ -267,8 +423,6 @@ class _Noted:
 
 def files_read(path: str, files: Files) -> list[str]:
     """Return the paths read by opening a path; if it cannot be opened, the paths up to the fault."""
-    from ..core.checkpoint import open as open_checkpoint  # only here: most files are compared without it
-
     noted: Any = _Noted(files)
     with (
         suppress(SafeloadError, OSError, ImportError),

@@ -173,23 +173,25 @@ def test_check_a_suspicious_file(folder, capsys):
 
 
 def test_manifests(folder, capsys):
-    status, out, err = check(capsys, "good.safetensors", "--write-manifest", "m.json")
-    assert (status, out, err) == (0, CHECK_GOOD, "m.json: SHA-256 of 3 tensors\n")
+    status, out, err = run(capsys, "verify", "good.safetensors", "--write", "m.json")
+    assert (status, out, err) == (0, "", "m.json: SHA-256 of 1 file and 3 tensors\n")
     manifest = json.loads((folder / "m.json").read_text())
     assert manifest["tensors"]["a.weight"]["dtype"] == "F32"
-    assert check(capsys, "good.safetensors", "--manifest", "m.json") == (0, CHECK_GOOD, "")
+    assert run(capsys, "verify", "good.safetensors", "--against", "m.json")[0] == 0
     np.savez("good.npz", **{"a.weight": X, "step": GOOD["step"]})
-    status, out, _ = run(capsys, "check", "good.npz", "--manifest", "m.json", "--json")
-    assert [(f["code"], f["tensor"]) for f in json.loads(out)["errors"]] == [("manifest.missing", "b")]
+    status, out, _ = run(capsys, "verify", "good.npz", "--against", "m.json", "--tensors", "--json")
+    missing = [(check["status"], check["tensor"]) for check in json.loads(out)["tensors"] if check["status"] != "ok"]
+    assert missing == [("missing", "b")]
     changed = {**GOOD, "b": np.ones(4, np.float32), "new": X}
     changed["step"] = np.array([3, 5])
     save_file(changed, "good.safetensors")
-    status, out, _ = run(capsys, "check", "good.safetensors", "--manifest", "m.json", "--json")
+    status, out, _ = run(capsys, "verify", "good.safetensors", "--against", "m.json", "--tensors", "--json")
     assert status == 1
-    assert {(f["code"], f["tensor"]) for f in json.loads(out)["errors"]} == {
-        ("manifest.changed", "b"),
-        ("manifest.changed", "step"),
-        ("manifest.unexpected", "new"),
+    assert {(check["status"], check["tensor"]) for check in json.loads(out)["tensors"]} == {
+        ("ok", "a.weight"),
+        ("changed", "b"),
+        ("changed", "step"),
+        ("not covered", "new"),
     }
 
 
@@ -205,7 +207,7 @@ def test_the_hash_is_that_of_the_bytes(folder, capsys):
     }
     save_file(tensors, "x.safetensors")
     for threads in ("1", "3"):
-        run(capsys, "check", "x.safetensors", "--write-manifest", "m.json", "--threads", threads)
+        run(capsys, "verify", "x.safetensors", "--write", "m.json", "--threads", threads)
         found = json.loads((folder / "m.json").read_text())["tensors"]
         for name, x in tensors.items():
             if name == "q":
@@ -220,8 +222,8 @@ def test_a_strided_torch_tensor_has_the_hash_of_its_values(folder, capsys):
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     (folder / "x.pt").write_bytes(zip_file({"w": tensor(Storage("0", x.ravel()), (4, 3), (1, 4))}))
     save_file({"w": x.T}, "x.safetensors")
-    run(capsys, "check", "x.pt", "--write-manifest", "m.json")
-    assert run(capsys, "check", "x.safetensors", "--manifest", "m.json")[0] == 0
+    run(capsys, "verify", "x.pt", "--write", "m.json")
+    assert run(capsys, "verify", "x.safetensors", "--against", "m.json", "--tensors")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -237,11 +239,11 @@ def test_a_strided_torch_tensor_has_the_hash_of_its_values(folder, capsys):
 )
 def test_what_is_no_manifest(text, folder, capsys):
     (folder / "m.json").write_text(text)
-    status, out, err = run(capsys, "check", "good.safetensors", "--manifest", "m.json")
-    assert (status, out) == (1, "")
-    assert "manifest" in err
-    assert run(capsys, "check", "good.safetensors", "--manifest", "missing")[0] == 1
-    assert run(capsys, "check", "good.safetensors", "--manifest", "m.json", "--write-manifest", "n.json")[0] == 2
+    status, out, err = run(capsys, "verify", "good.safetensors", "--against", "m.json")
+    assert (status, out) == (2, "")
+    assert "m.json: " in err
+    assert run(capsys, "verify", "good.safetensors", "--against", "missing")[0] == 2
+    assert run(capsys, "verify", "good.safetensors", "--against", "m.json", "--write", "n.json")[0] == 2
 
 
 # ---- stats ----

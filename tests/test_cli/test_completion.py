@@ -18,7 +18,7 @@ CASES = [
     (["info", "--sto"], {"--stored", "--storage-option", "--storage-options"}),
     (["info", "--sort", ""], {"name", "dtype", "shape", "parameters", "size"}),
     (["-v", "stats", "--sort", "abs"], {"absmax"}),
-    (["check", "x", "--strict", "--man"], {"--manifest"}),
+    (["verify", "x", "--overwrite", "--wri"], {"--write"}),
     (["completion", ""], {"bash", "zsh", "fish"}),
     (["report", "--quantize", "q4"], {"q4_0", "q4_1", "q4_k"}),
     (["convert", "--quantize", "q8"], {"q8_0"}),

@@ -58,7 +58,8 @@ def test_an_unreadable_model_does_not_stop_the_others(tree, capsys, command):
     status, out, err = run(capsys, command, "absent", "tree/a", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["path"] for line in lines] == ["absent", "tree/a"]
-    assert (status, lines[0]["status"], err.splitlines()[0][:9]) == (1, 1, "2 models:")
+    failed = 2 if command == "verify" else 1
+    assert (status, lines[0]["status"], err.splitlines()[0][:9]) == (failed, failed, "2 models:")
     assert "No such file or directory" in lines[0]["error"]
 
 
@@ -66,7 +67,7 @@ def test_an_unreadable_model_does_not_stop_the_others(tree, capsys, command):
 def test_a_folder_without_models_fails(tree, capsys, command):
     os.makedirs("tree/empty")
     status, out, _ = run(capsys, command, "-r", "tree/empty")
-    assert (status, out.splitlines()[0]) == (1, "error  tree/empty: no models found")
+    assert (status, out.splitlines()[0]) == (2 if command == "verify" else 1, "error  tree/empty: no models found")
 
 
 def test_a_tree_with_parts_that_are_not_searched_fails(tree, capsys, monkeypatch):
@@ -114,7 +115,7 @@ def test_verify_takes_several_models(tmp_path, monkeypatch, capsys):
     for name in ("a", "b"):
         (tmp_path / "tree" / name).mkdir(parents=True)
         write_folder(tmp_path / "tree" / name, *small("llama"))
-        assert run(capsys, "check", f"tree/{name}", "--write-manifest", f"tree/{name}/list.json")[0] == 0
+        assert run(capsys, "verify", f"tree/{name}", "--write", f"tree/{name}/list.json")[0] == 0
     status, out, _ = run(capsys, "verify", "-r", "tree")
     assert status == 0
     assert out.splitlines()[-1] == "2 models: no errors"
@@ -129,8 +130,7 @@ def test_verify_takes_several_models(tmp_path, monkeypatch, capsys):
     "arguments",
     [
         ("verify", "--against", "list.json"),
-        ("check", "--manifest", "list.json"),
-        ("check", "--write-manifest", "list.json"),
+        ("verify", "--write", "list.json"),
         ("check", "--parameters", "3"),
         ("report", "-o", "-"),
     ],

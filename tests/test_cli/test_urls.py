@@ -100,8 +100,8 @@ def test_check_structure_reads_the_header_only(run, server, folder):
 
 
 def test_a_manifest(run, server, folder):
-    assert run("check", folder / INDEX[1:], "--write-manifest", "there.json")[0] == 0
-    assert run("check", server.url(INDEX), "--manifest", "there.json")[0] == 0
+    assert run("verify", folder / INDEX[1:], "--write", "there.json")[0] == 0
+    assert run("verify", server.url(INDEX), "--against", "there.json")[0] == 0
 
 
 def test_stats(run, server, folder):

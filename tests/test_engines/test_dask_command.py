@@ -144,17 +144,17 @@ def test_a_conversion_that_was_begun_is_resumed(programs, source, local, tmp_pat
     "arguments",
     [
         ("check", "fp8"),
-        ("check", "fp8", "--manifest", "manifest.json"),
+        ("verify", "fp8", "--against", "manifest.json", "--tensors"),
         ("stats", "fp8"),
         ("diff", "fp8", "int8.safetensors"),
     ],
-    ids=["check", "check --manifest", "stats", "diff"],
+    ids=["check", "verify --tensors", "stats", "diff"],
 )
 def test_the_other_commands_print_what_one_process_prints(programs, source, tmp_path, command, arguments):
     shutil.copytree(source, tmp_path / "fp8")
     safeload.convert(source, tmp_path / "int8.safetensors", quantize="int8")
-    if "--manifest" in arguments:
-        written = ("check", "fp8", "--write-manifest", "manifest.json", "--dask", programs.address)
+    if "--tensors" in arguments:
+        written = ("verify", "fp8", "--write", "manifest.json", "--dask", programs.address)
         assert command(*written)[0] == 0
     here = command(*arguments, "--json")
     there = command(*arguments, "--json", "--dask", programs.address)

@@ -447,13 +447,11 @@ def test_a_signature_without_a_key_proves_nothing(model):
 def test_other_files_are_neither_a_manifest_nor_a_signature(content, model, tmp_path, capsys):
     path = tmp_path / "w.json"
     path.write_text(content)
-    neither = (
-        "w.json: neither a manifest, as `safeload check PATH --write-manifest FILE` writes it .* nor an OpenSSF model"
-    )
+    neither = "w.json: neither a manifest, as `safeload verify PATH --write FILE` writes it .* nor an OpenSSF model"
     for use in (lambda: safeload.load(model, verify=path), lambda: safeload.verify(model, path)):
         with pytest.raises(VerificationError, match=neither):
             use()
-    assert main(["verify", str(model), "--against", str(path)]) == 1
+    assert main(["verify", str(model), "--against", str(path)]) == 2
     assert "neither a manifest" in capsys.readouterr().err
 
 

@@ -213,7 +213,7 @@ def test_a_conversion_copies_no_file_that_is_not_listed(model, tmp_path):
 def test_a_fresh_manifest_lists_what_verify_compares(path, place, model, tmp_path, capsys):
     (model / "other.json").write_text(json.dumps({"safeload_manifest": 1, "tensors": {}}))
     written = tmp_path / place
-    command = ["check", str(model / path), "--schema", "none", "--write-manifest", str(written)]
+    command = ["verify", str(model / path), "--write", str(written)]
     for _ in range(2):  # the second takes the place of the first
         main(command)
         names = set(json.loads(written.read_text())["files"])

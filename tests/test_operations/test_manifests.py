@@ -1,6 +1,8 @@
-"""Manifests of quantized tensors also cover the settings that turn stored bytes into values."""
+"""`verify --write` and `--against`: a digest for each file and tensor, settings of quantized tensors included."""
 
+import hashlib
 import json
+import os
 import re
 import shutil
 
@@ -20,7 +22,8 @@ X = np.float32(rng.standard_normal((64, 64)) * np.arange(1, 65)[:, None] / 64)
 
 
 def findings(before, after):
-    return [(one.code, one.tensor) for one in manifest.compare(before, after)]
+    checks = manifest.compare(before["tensors"], after["tensors"], "list.json")
+    return [(check.status, check.tensor) for check in checks if check.status != "ok"]
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_int8_axis(tmp_path):
     save_file({"w": safeload.quantize(X, "int8", axis=0), "plain": X}, path)
     before = manifest.make(path)
     replace_in_header(path, b'\\"axis\\": 0', b'\\"axis\\": 1')
-    assert findings(before, manifest.make(path)) == [("manifest.changed", "w")]
+    assert findings(before, manifest.make(path)) == [("changed", "w")]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_dtype_of_scales(copy_of, fixture):
                 entry["dtype"] = "F16" if entry["dtype"] == "BF16" else "BF16"
         text = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
         path.write_bytes((len(text)).to_bytes(8, "little") + text + content[end:])
-    assert any(code == "manifest.changed" for code, _ in findings(before, manifest.make(folder)))
+    assert any(code == "changed" for code, _ in findings(before, manifest.make(folder)))
 
 
 @pytest.mark.parametrize("change", ["grid", "zeros", "numbers", "scale_rule", "factor", "layout", "high_first"])
@@ -106,7 +109,7 @@ def test_each_setting_counts(change):
     }
     other = type(packed).of_parts(packing._replace(**{change: values[change]}), packed.names, packed.roles)
     before, after = manifest.make({name: packed}), manifest.make({name: other})
-    assert findings(before, after) == [("manifest.changed", name)]
+    assert findings(before, after) == [("changed", name)]
 
 
 def test_digests_stay(tmp_path):
@@ -135,20 +138,40 @@ def test_older_manifests_still_verify(tmp_path, monkeypatch, capsys):
     made = manifest.make("a.safetensors")
     del made["tensors"]["w"]["restoring"]
     (tmp_path / "old.json").write_text(json.dumps(made))
-    assert main(["check", "a.safetensors", "--manifest", "old.json", "--strict"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "manifest.outdated" in out
-    assert "1 quantized tensor, but not" in out
+    assert main(["verify", "a.safetensors", "--against", "old.json"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 tensors match old.json")
+    assert "it covers the bytes of 1 quantized tensor, but not the settings" in err
     save_file({"w": safeload.quantize(X * 2, "int8", axis=0), "x": X}, "a.safetensors")
-    assert main(["check", "a.safetensors", "--manifest", "old.json"]) == 1
+    assert main(["verify", "a.safetensors", "--against", "old.json"]) == 1
+
+
+@pytest.mark.parametrize("keys", [("tensors", "files"), ("tensors",), ("files",)])
+def test_a_manifest_by_check_write_manifest_is_read(copy_of, tmp_path, keys):
+    """tests/data/manifests: written by `check --write-manifest`, before `verify --write` took its place."""
+    written = json.loads((DATA / "manifests" / "gptq4_g32_asym.json").read_text())
+    old, folder = tmp_path / "old.json", copy_of("gptq4_g32_asym")
+    old.write_text(json.dumps({"safeload_manifest": 1, **{key: written[key] for key in keys}}))
+    report = safeload.verify(folder, old)
+    assert report.ok
+    assert [len(report.files), len(report.tensors)] == ([4, 0] if "files" in keys else [0, 4])
+    shard = folder / "model-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[7000] ^= 1
+    shard.write_bytes(content)
+    report = safeload.verify(folder, old)
+    changed = [] if keys == ("files",) else ["model.layers.0.self_attn.q_proj.weight"]
+    assert [check.tensor for check in report.tensors if check.status != "ok"] == changed
+    assert [file.file for file in report.files if file.status != "ok"] == ([shard.name] if "files" in keys else [])
 
 
 @pytest.mark.parametrize("restoring", [1, None, "", "x" * 64, [], "a" * 63])
 def test_damaged_digests_of_settings_are_refused(tmp_path, restoring):
     entry = {"dtype": "int8", "shape": [1], "sha256": "0" * 64, "restoring": restoring}
     (tmp_path / "m.json").write_text(json.dumps({"safeload_manifest": 1, "tensors": {"w": entry}}))
-    with pytest.raises(safeload.FormatError, match="'restoring' of 'w' must be a SHA-256"):
-        manifest.read(tmp_path / "m.json")
+    save_file({"w": X}, tmp_path / "w.safetensors")
+    with pytest.raises(safeload.VerificationError, match="'restoring' of 'w' must be a SHA-256"):
+        safeload.verify(tmp_path / "w.safetensors", tmp_path / "m.json")
 
 
 def test_a_fresh_manifest_covers_the_folder_but_for_files_of_git(tmp_path):
@@ -156,8 +179,136 @@ def test_a_fresh_manifest_covers_the_folder_but_for_files_of_git(tmp_path):
     shutil.copy(DATA / "signatures" / "files.sig", model / "model.sig")
     (model / ".gitattributes").write_text("*.safetensors filter=lfs\n")
     written = tmp_path / "manifest.json"
-    assert main(["check", str(model), "--schema", "none", "--write-manifest", str(written)]) == 0
+    assert main(["verify", str(model), "--write", str(written)]) == 0
     report = safeload.verify(model, written)
     assert report.ok, str(report)
     (model / "added.json").write_text("{}")
     assert [file.file for file in safeload.verify(model, written).faults] == ["added.json"]
+
+
+# ---- writing and comparing ----
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "m").mkdir()
+    save_file({"w": X, "v": X[0]}, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path / "m"
+
+
+def statuses(report):
+    return {check[0]: check.status for check in report.faults}
+
+
+def test_the_manifest_stands_in_the_folder_and_does_not_list_itself(model):
+    for _ in range(2):
+        report = safeload.verify(model, write=True)
+        assert (report.ok, report.source) == (True, str(model / "sha256.json"))
+        assert [file.file for file in report.files] == ["config.json", "model.safetensors"]
+        assert [check.tensor for check in report.tensors] == ["v", "w"]
+        listed = json.loads((model / "sha256.json").read_text())
+        assert [*listed["files"]] == ["config.json", "model.safetensors"]
+        assert safeload.verify(model).ok
+        assert not list(model.glob(".*"))
+    moved = model.rename(model.with_name("moved"))
+    assert safeload.verify(moved).ok
+    assert safeload.load(moved, verify=True).keys() == {"v", "w"}
+
+
+def test_files_beside_each_other_have_manifests_of_their_own(model):
+    for name in ("a", "b"):
+        shutil.copy(model / "model.safetensors", model / f"{name}.safetensors")
+        assert safeload.verify(model / f"{name}.safetensors", write=True).source.endswith(
+            f"/{name}.safetensors.sha256.json"
+        )
+    assert safeload.verify(model / "a.safetensors").ok
+    assert safeload.verify(model / "b.safetensors").source.endswith("b.safetensors.sha256.json")
+
+
+def test_what_differs_is_named(model):
+    safeload.verify(model, write=True)
+    save_file({"w": X, "v": X[1]}, model / "model.safetensors")
+    assert statuses(safeload.verify(model)) == {"model.safetensors": "changed", "v": "changed"}
+    save_file({"w": X, "u": X[1]}, model / "model.safetensors")
+    expected = {"model.safetensors": "changed", "v": "missing", "u": "not covered"}
+    assert statuses(safeload.verify(model)) == expected
+    (model / "config.json").rename(model / "settings.json")
+    (model / "added.txt").write_text("x")
+    report = safeload.verify(model)
+    names = {"config.json": "missing", "settings.json": "not covered", "added.txt": "not covered"}
+    assert statuses(report) == {**expected, **names}
+    reasons = {file.file: file.reason for file in report.files}
+    assert reasons["settings.json"].endswith("its content is that of config.json")
+    assert "content" not in reasons["added.txt"]
+
+
+def test_a_change_beside_the_weights_reads_no_tensor(model):
+    safeload.verify(model, write=True)
+    (model / "config.json").write_text('{"a": 1}')
+    report = safeload.verify(model)
+    assert (statuses(report), report.tensors) == ({"config.json": "changed"}, [])
+
+
+def test_against_another_model(model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "copy")
+    report = safeload.verify(copy, model)
+    assert (report.ok, report.source, len(report.files)) == (True, str(model), 2)
+    renamed = shutil.copy(model / "model.safetensors", tmp_path / "other.safetensors")
+    assert safeload.verify(renamed, model / "model.safetensors").ok
+    safeload.convert(model, tmp_path / "w.npz")
+    report = safeload.verify(tmp_path / "w.npz", model, tensors=True)
+    assert (report.ok, report.files, len(report.tensors)) == (True, [], 2)
+    save_file({"w": X + 1, "v": X[0]}, copy / "model.safetensors")
+    assert statuses(safeload.verify(copy, model)) == {"model.safetensors": "changed", "w": "changed"}
+    assert statuses(safeload.verify(tmp_path / "w.npz", copy, tensors=True)) == {"w": "changed"}
+
+
+def test_the_exit_status_says_if_a_comparison_was_possible(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "m"]) == 2  # nothing to verify against
+    assert main(["verify", "absent"]) == main(["verify", "m", "--against", "absent"]) == 2
+    assert main(["verify", "m", "--write"]) == main(["verify", "m"]) == 0
+    assert capsys.readouterr().err.endswith("m/sha256.json: SHA-256 of 2 files and 2 tensors\n")
+    (model / "config.json").unlink()
+    assert main(["verify", "m", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["files"][0]["status"] == "missing"
+    with pytest.raises(ValueError, match="pass only one of them"):
+        safeload.verify(model, "list.json", write=True)
+    (model / "sha256.json").write_text('{"safeload_manifest": 1, "files": {}}')
+    with pytest.raises(safeload.VerificationError, match="has no digests of tensors"):
+        safeload.verify(model, tensors=True)
+
+
+def test_a_model_that_does_not_open_has_a_manifest_of_its_files(model, caplog):
+    (model / "model.safetensors").write_bytes(b"none")
+    report = safeload.verify(model, write=True)
+    assert (report.ok, len(report.files), report.tensors) == (True, 2, [])
+    assert "lists files, but no tensors" in caplog.text
+    assert safeload.verify(model).ok
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_that_cannot_be_written(model, tmp_path):
+    model.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError, match=r"sha256\.json"):
+            safeload.verify(model, write=True)
+        assert safeload.verify(model, write=tmp_path / "list.json").ok
+    finally:
+        model.chmod(0o700)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no symbolic links")
+def test_a_snapshot_of_the_hub(model, tmp_path):
+    blobs, snapshot = tmp_path / "models--o--n" / "blobs", tmp_path / "models--o--n" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in model.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.rename(blobs / digest)
+        (snapshot / path.name).symlink_to(blobs / digest)
+    assert safeload.verify(snapshot).source == "the Hub's cache"
+    assert safeload.verify(snapshot, write=True).ok
+    report = safeload.verify(snapshot)
+    assert (report.ok, report.source) == (True, str(snapshot / "sha256.json"))

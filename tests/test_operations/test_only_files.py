@@ -159,7 +159,7 @@ def test_the_files_beside_it_must_be_verified_too(model, tmp_path, is_raw):
     pytest.importorskip("tokenizers")
 
     def manifest(path):
-        assert main(["check", str(path), "--write-manifest", str(tmp_path / "m.json"), "--overwrite"]) == 0
+        assert main(["verify", str(path), "--write", str(tmp_path / "m.json"), "--overwrite"]) == 0
         return tmp_path / "m.json"
 
     assert not is_raw(model / FILE, verify=manifest(model))

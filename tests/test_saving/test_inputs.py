@@ -220,7 +220,7 @@ def test_links_in_a_folder_are_replaced_and_lead_to_what_was_there(tmp_path, nam
 def test_a_folder_replaces_no_document_to_verify_with_and_no_adapter(files, name):
     (files / "folder").mkdir()
     target = files / "folder" / name
-    main(["check", os.fspath(files / "old.safetensors"), "--write-manifest", os.fspath(target)])
+    main(["verify", os.fspath(files / "old.safetensors"), "--write", os.fspath(target)])
     convert = partial(safeload.convert, files / "old.safetensors", files / "folder", overwrite=True)
     for options in ({"verify": target}, {"adapters": os.fspath(target)}):
         refused(files / "folder", partial(convert, **options))
@@ -238,7 +238,7 @@ def test_the_only_weight_file_is_replaced(files):
 
 @pytest.mark.parametrize("name", ["list.json", "model.sig", "public.pem", "trusted.pem"])
 def test_a_conversion_replaces_no_document_to_verify_with(files, name):
-    main(["check", os.fspath(files / "old.safetensors"), "--write-manifest", os.fspath(files / "list.json")])
+    main(["verify", os.fspath(files / "old.safetensors"), "--write", os.fspath(files / "list.json")])
     for other in ("model.sig", "public.pem", "trusted.pem"):
         (files / other).write_text("{}")
     target = files / name
@@ -263,7 +263,7 @@ def test_a_signature_replaces_no_configuration(model, capsys):
         assert main(["sign", os.fspath(model), "--key", os.fspath(key), "-o", signature]) == 0
 
 
-@pytest.mark.parametrize("command", [["check", "--write-manifest"], ["report", "-o"]])
+@pytest.mark.parametrize("command", [["verify", "--write"], ["report", "-o"]])
 @pytest.mark.parametrize("name", PARTS[1:])
 def test_other_commands_replace_no_document_beside_a_file(model, command, name, capsys):
     before = contents(model)
@@ -285,7 +285,7 @@ def test_a_signature_replaces_no_file_that_is_signed(files, capsys):
     assert contents(files) == before
 
 
-@pytest.mark.parametrize("command", [["check", "--write-manifest"], ["report", "-o"]])
+@pytest.mark.parametrize("command", [["verify", "--write"], ["report", "-o"]])
 def test_other_commands_refuse_as_well(files, command, capsys):
     path = os.fspath(files / "old.safetensors")
     before = contents(files)

@@ -102,12 +102,11 @@ try:
     if "asan" not in os.environ.get("LD_PRELOAD", ""):  # AddressSanitizer maps terabytes
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 except ImportError: pass
-from builders.inside import manifest
 calls = {
     "open": lambda path, name: safeload.open(path),
     "index": lambda path, name: safeload.open(f"{path}/{name}"),
     "layout": lambda path, name: safeload.Layout.from_json(f"{path}/{name}"),
-    "manifest": lambda path, name: manifest.read(f"{path}/{name}"),
+    "manifest": lambda path, name: safeload.verify(path + "/a.safetensors", f"{path}/{name}"),
     "config": lambda path, name: safeload.check(path + "/a.safetensors", config=f"{path}/{name}"),
 }
 for call in calls:

@@ -1,7 +1,7 @@
-"""Manifests: SHA-256 digests of all tensors, to find tensors changed by a download or an edit.
+"""The tensors of manifests: a SHA-256 for each, to name those that a download or an edit has changed.
 
 A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}, "files":
-{name: {"size", "sha256"}}}``. ``load(verify=)`` uses the files (`trust.digests`), `compare` the tensors.
+{name: {"size", "sha256"}}}``. `verify` writes it and compares; `trust.digests` reads its files.
 
 - ``sha256`` covers the elements in C order, little-endian, followed by the scales of int8 or by the remaining parts of
   a packed tensor. It does not depend on the file format.
@@ -16,14 +16,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
-from ..core.files import read_json
 from ..core.jobs import native_order
 from ..core.memory import check_threads, thread_count
 from ..core.packing import Grid, Packing, Zeros
@@ -31,17 +30,36 @@ from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.source import file_pieces, source_pieces
 from ..core.tensors import packed_of
-from ..core.text import PathLike, debug, native_path, plural, show
+from ..core.text import debug, plural, show, warning
 from ..core.thread_group import in_order
-from ..errors import FormatError
-from ..trust.digests import MANIFEST_KEY, MANIFEST_VERSION
-from .findings import Finding, find
+from ..errors import exported
+from .digests import MANIFEST_KEY, MANIFEST_VERSION, refused
 
 RESTORING = "restoring"
 
 # Fields of `Packing` outside ``restoring``: stored under other keys, or without effect on values.
 _UNHASHED = ("family", "label", "shape", "config")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@exported()
+class TensorCheck(NamedTuple):
+    """A tensor in a `VerifyReport`.
+
+    Attributes:
+        tensor: name of the tensor.
+        status: "ok", "changed", "missing" or "not covered".
+        reason: why it is not "ok".
+
+    Example:
+        >>> import safeload
+        >>> safeload.verify("tiny-llama", "tiny-llama", tensors=True).tensors[0].status
+        'ok'
+    """
+
+    tensor: str
+    status: Literal["ok", "changed", "missing", "not covered"]
+    reason: str
 
 
 def make(
@@ -113,44 +131,45 @@ def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
     return {key: _set_fields(value) if isinstance(value, (Grid, Zeros)) else value for key, value in changed.items()}
 
 
-def read(path: PathLike) -> dict[str, Any]:
-    """Read a manifest."""
-    text = native_path(path)[0]
-    manifest: dict[str, Any] = read_json(text, "the manifest")
-    tensors = manifest.get("tensors")
-    if manifest.get(MANIFEST_KEY) != MANIFEST_VERSION or not isinstance(tensors, dict):
-        raise FormatError(f'a manifest must be {{"{MANIFEST_KEY}": {MANIFEST_VERSION}, "tensors": {{...}}}}', text)
+def checked(tensors: Any, path: str) -> Mapping[str, Any]:
+    """Check the tensors of a manifest."""
+    if not isinstance(tensors, Mapping):
+        raise refused(f"tensors must be an object, got {type(tensors).__name__}", path)
     for name, entry in tensors.items():
         good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
         if not good or not _is_digest(entry.get("sha256")):
-            raise FormatError(f"manifest: the entry of {show(name)} must have dtype, shape and sha256", text)
+            raise refused(f"the entry of {show(name)} must have dtype, shape and sha256", path)
         if RESTORING in entry and not _is_digest(entry[RESTORING]):
             message = f"{RESTORING!r} of {show(name)} must be a SHA-256, got {show(entry[RESTORING])}"
-            raise FormatError(f"manifest: {message}", text)
-    return manifest
+            raise refused(message, path)
+    return tensors
 
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-def compare(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the differences between a manifest and the manifest of the current file."""
-    before, now = expected["tensors"], actual["tensors"]
-    without_settings = 0  # early manifests lack digests of settings: a single note reports them all
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], source: str) -> list[TensorCheck]:
+    """Compare the tensors of ``source``, a manifest or model, with the tensors of now."""
+    checks: list[TensorCheck] = []
+    without_settings = 0  # early manifests lack digests of settings: a single warning reports them all
     for name, entry in before.items():
-        current = now.get(name)
+        current, reason = now.get(name), ""
         if current is None:
-            yield find("manifest.missing", name)
-        elif (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
+            checks.append(TensorCheck(name, "missing", f"{source} has it"))
+            continue
+        if (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
             described, listed = (f"{row['dtype']} {row['shape']}" for row in (current, entry))
-            yield find("manifest.changed", name, now=described, before=listed)
+            reason = f"is {described}, but {listed} in {source}"
         elif entry["sha256"] != current["sha256"]:
-            yield find("manifest.changed:bytes", name, now=current["sha256"], before=entry["sha256"])
+            reason = f"expected sha256 {entry['sha256'][:16]}..., got {current['sha256'][:16]}..."
         elif RESTORING in current and RESTORING not in entry:
             without_settings += 1
         elif entry.get(RESTORING) != current.get(RESTORING):
-            yield find("manifest.changed:settings", name)
-    yield from (find("manifest.unexpected", name) for name in now if name not in before)
+            reason = "different settings decode its bytes, such as the axis of scales, block sizes or zero points"
+        checks.append(TensorCheck(name, "changed" if reason else "ok", reason))
+    checks += (TensorCheck(name, "not covered", f"{source} does not have it") for name in now if name not in before)
     if without_settings:
-        yield find("manifest.outdated", tensors=plural(without_settings, "quantized tensor"))
+        text = "%s: an older safeload wrote it: it covers the bytes of %s, but not the settings that decode them"
+        warning(text, source, plural(without_settings, "quantized tensor"))
+    return checks
