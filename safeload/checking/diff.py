@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..conversion.catalog import Catalog, Given, TensorDescription
+from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..core import dtypes
 from ..core.arrays import Array, index_of
@@ -579,12 +579,17 @@ def _compare_values(
             return sources
         return [of_array(name, np.asarray(side.array(name, threads), np.complex128)) for side in (a, b)]
 
-    tables = [tensors for tensors in (a.plain(names), b.plain(names)) if tensors is not None and not tensors.remote]
+    (files_a, of_a), (files_b, of_b) = _in_files(a, names), _in_files(b, names)
+    together = [k for k, pair in enumerate(zip(of_a, of_b, strict=True)) if None not in pair]
+    if len(together) < len(names):
+        of_a, of_b = ([stored[k] for k in together] for stored in (of_a, of_b))
+    tables = [files_a.plain(of_a), files_b.plain(of_b)]  # type: ignore[arg-type]
+    tables = [tensors for tensors in tables if tensors is not None and not tensors.remote]
     if len(tables) == 2:
-        spans = [table.spans for table in tables]
-        of_a, of_b = (_PARTS[side.targets] != side.targets for side in spans)  # complex numbers
-        plain = np.flatnonzero(of_a == of_b)
-        compare([names[k] for k in plain.tolist()], *(side.pick(plain) for side in spans))
+        spans = [tensors.spans for tensors in tables if tensors is not None]
+        complex_a, complex_b = (_PARTS[side.targets] != side.targets for side in spans)
+        plain = np.flatnonzero(complex_a == complex_b)
+        compare([names[together[k]] for k in plain.tolist()], *(side.pick(plain) for side in spans))
     rest = [name for name in names if name not in rows] if len(rows) < len(names) else []
     with _reader(a, rest, blocks, threads) as read_a, _reader(b, rest, blocks, threads) as read_b:
         for batch in windows(rest, NUMBERS, lambda name: math.prod(shapes[name])):
@@ -594,6 +599,18 @@ def _compare_values(
             for name in batch:
                 debug("diff of %s: %s", name, rows[name])
     return rows
+
+
+def _in_files(catalog: Catalog, names: Sequence[str]) -> tuple[Catalog, Sequence[str | None]]:
+    """Return the catalog of files, and the name of each tensor there; None if a form changes more than its name."""
+    stored: Sequence[str | None] = names
+    while isinstance(catalog, RestructuredCatalog):
+        recipes, catalog = catalog.recipes, catalog.base
+        stored = [None if name is None else recipes[name].renamed for name in stored]
+    if stored is not names:  # of a tied head and its embedding, the first
+        first = {name: k for k, name in reversed([*enumerate(stored)])}
+        stored = [name if first[name] == k else None for k, name in enumerate(stored)]
+    return catalog, stored
 
 
 # ---- tensors that are not plain, or not in local files ----
