@@ -27,6 +27,7 @@ from ..models.diffusion import ARCHITECTURE, model_of
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
+from ..trust.digests import origin_of
 from .findings import Finding, find
 
 ROWS = 100  # at most, on a terminal
@@ -286,7 +287,7 @@ def describe(
         format=opened.format,
         files={file.path: file.identity[0] if file in whole else file.size for file in opened.weight_files},
         header_nbytes=sum(begins) if opened.weight_files and opened.format in _WITH_HEADER else None,
-        notes=opened.notes,
+        notes=[*opened.notes, *_origin_of(path)],
         model=_model(opened.config, opened.metadata),
         metadata=opened.metadata,
         globals=opened.named_globals,
@@ -300,6 +301,18 @@ def describe(
         quantization=list(_quantization(opened)),
         adapter=adapter,
     )
+
+
+def _origin_of(path: str) -> list[str]:
+    """Describe the record of origin beside a model, if it has one."""
+    record = origin_of(path)
+    if record is None:
+        return []
+    names = [str(source.get("repository") or source.get("name") or source.get("url")) for source in record["sources"]]
+    revisions = [f" at {source['revision']}" if source.get("revision") else "" for source in record["sources"]]
+    options = "".join(f", {key}={show(value)}" for key, value in record["options"].items())
+    sources = ", ".join(map("".join, zip(names, revisions, strict=True)))
+    return [f"converted from {sources} by safeload {record.get('version')}{options}"]
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:

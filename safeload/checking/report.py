@@ -26,9 +26,10 @@ import numpy as np
 from .._version import __version__
 from ..conversion.catalog import Catalog
 from ..conversion.destinations import Output
+from ..conversion.origin import entry_of
 from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
-from ..core.files import Located
+from ..core.files import LOCAL, Located, Location
 from ..core.memory import thread_count
 from ..core.names import pattern_of
 from ..core.packing import parse_scheme, usual_axis
@@ -40,7 +41,6 @@ from ..core.thread_group import in_order
 from ..errors import RangeError, SafeloadError, public
 from ..remote.places import is_file_object
 from ..remote.url import is_url
-from ..trust.verified import entry_of
 from .check import settings, validate_path
 from .findings import CheckReport, gather
 from .info import totals_of
@@ -244,7 +244,7 @@ def _digests(sizes: Mapping[str, int], threads: int | None, bars: Bars) -> dict[
 
         def digest(file: str) -> str | None:
             try:
-                return str(entry_of(file, meter.add)["sha256"])
+                return str(entry_of(Location(LOCAL, file), meter.add)["sha256"])
             except (OSError, SafeloadError):
                 return None
 

@@ -113,6 +113,7 @@ continue.""",
     THREADS,
     CACHE,
     DASK,
+    flag("--record", "write a record of origin beside the result: origin.json in a folder, NAME.origin.json"),
     flag("--check-result", "compare the result with the sources, and fail on anything lost or changed"),
     flag("--json", "print a summary as one JSON object"),
     status="0 success, 1 a file is bad or cannot be read or written, 2 wrong usage.",
@@ -129,6 +130,8 @@ def convert(options: argparse.Namespace) -> int:
     if options.check_result:
         _refuse_check(options)
     if to_stdout:
+        if options.record:
+            raise ValueError("--record writes beside the destination, which is stdout: pass a path")
         if options.json:
             raise ValueError(f"{common.STANDARD} and --json both write to stdout; pass only one of them")
         with common.binary_stdout() as stdout:
@@ -202,7 +205,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
                 options,
                 "dtype imatrix requantize exact scale_dtype only drop keep raw max_shard_size format overwrite resume",
             ),
-            **common.given(options, "storage_options"),
+            **common.given(options, "storage_options record"),
             **how,
         )
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..adapters.adapter import listed
+from ..core.atomic_file import Digest
 from ..core.checkpoint import Adapters
-from ..core.files import LOCAL, LocalStore, caching
+from ..core.files import LOCAL, LocalStore, Location, caching
 from ..core.memory import Cache, check_threads
 from ..core.names import Patterns, Renames
 from ..core.opening import Signature, Verify
@@ -22,7 +24,7 @@ from ..core.text import PathLike, show, warning
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.layout import Layout
-from . import decide, destinations
+from . import decide, destinations, origin
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, SaveDestination
@@ -64,6 +66,7 @@ def convert(
     progress: Progress = None,
     cache: Cache = "keep",
     verify: Verify = None,
+    record: bool = False,
 ) -> ConvertReport:
     """Convert checkpoints to another format, dtype or layout, in bounded memory.
 
@@ -163,6 +166,9 @@ def convert(
             the disk. Tensors that a conversion reads twice come from the disk twice.
         verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
             Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
+        record: True to write a record of origin: ``origin.json`` in a folder, ``NAME.origin.json`` beside a file. It
+            has size and SHA-256 of what was read and written, the revision of a source from the Hub, the options and
+            the version of safeload, but no path of this machine and no secret. `verify` compares the result with it.
 
     Returns:
         A report of files, tensors, bytes, seconds and, with ``quantize``, the quantized tensors.
@@ -199,7 +205,10 @@ def convert(
         started = time.perf_counter()
         at_once = caching(cache)(_at_once)
         others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
+        others["record"] = record
         if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
+            if record:
+                raise ValueError("record=True writes beside the destination, which is a file object: pass a path")
             if executor is not None or resume or max_shard_size is not None:
                 raise ValueError(
                     "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
@@ -253,18 +262,29 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if old:
             read = [file.path for file in catalog.weight_files]
             destinations.check_shards(old, read, every_tensor=request.every_tensor)
+        sources = origin.sources_of(stack, catalog) if request.record else None
         outputs, path = decide.prepare(stack, catalog, request), request.path
         total = outputs.nbytes if request.progress else 0
         files, meter = [path], stack.enter_context(closing(Meter(request.progress, total)))
         if folder is not None:
-            files, nbytes = _write_folder(outputs, request, folder, meter.add)
+            files, nbytes = _write_folder(outputs, request, folder, meter.add, sources)
             destinations.warn_of_schemes(path, outputs.schemes)
         elif request.place.files.remote:
             store, name = destinations.file_in_store(request.place, overwrite=overwrite)
             with store.staging(name) as staged:
-                nbytes = outputs.write_file(staged, False, meter.add)
+                nbytes, record = _write_file(outputs, request, staged, meter.add, sources)
+            if record is not None:
+                with store.staging(origin.name_for(name)) as staged:
+                    Path(staged).write_bytes(record)
         else:
-            nbytes = outputs.write_file(path, overwrite, meter.add)
+            beside = destinations.Output(
+                "record=", origin.name_for(path), "record", origin.is_manifest, overwrite, catalog.files
+            )
+            if sources is not None:
+                beside.check()
+            nbytes, record = _write_file(outputs, request, path, meter.add, sources)
+            if record is not None:
+                beside.write(record.decode())
             if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
                 _warn_of_old_config(outputs, path)
     if old:
@@ -284,8 +304,33 @@ def _give_way(catalog: Catalog, src: Given | Sequence[Given]) -> None:
                 file.store.gives_way = True
 
 
+def _write_file(
+    outputs: Outputs,
+    request: ConvertRequest,
+    path: str,
+    written: Callable[[int], object],
+    sources: Callable[[], list[dict[str, Any]]] | None,
+) -> tuple[int, bytes | None]:
+    """Write a file; return its bytes, and its record of origin given the ``sources`` of one."""
+    overwrite = request.overwrite and not request.place.files.remote
+    if sources is None:
+        return outputs.write_file(path, overwrite, written), None
+    hashed = request.format in origin.HASHED
+    with Digest() as digest:
+        nbytes = outputs.write_file(path, overwrite, written, digest if hashed else None)
+    entry = {"size": nbytes, "sha256": digest.hexdigest()} if hashed else origin.entry_of(Location(LOCAL, path))
+    from .resume import plain_options  # only here: most conversions have no record
+
+    name = os.path.basename(request.path)
+    return nbytes, origin.text_of(request, plain_options(request), sources, {name: entry})
+
+
 def _write_folder(
-    outputs: Outputs, request: ConvertRequest, folder: Sink, written: Callable[[int], object]
+    outputs: Outputs,
+    request: ConvertRequest,
+    folder: Sink,
+    written: Callable[[int], object],
+    sources: Callable[[], list[dict[str, Any]]] | None,
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     with paused(len(outputs.names)):
@@ -298,7 +343,14 @@ def _write_folder(
             files[INDEX] = destinations.index_text(stored, outputs.nbytes, parameters)
         config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    nbytes = destinations.write_shards(writers, files, folder, overwrite=request.overwrite, config=config)
+    record = None
+    if sources is not None:
+        from .resume import plain_options  # only here: most conversions have no record
+
+        record = partial(origin.with_record, request, plain_options(request), sources, files, config)
+    nbytes = destinations.write_shards(
+        writers, files, folder, overwrite=request.overwrite, config=config, record=record
+    )
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
     new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())
     older = sorted(destinations.extras_of(folder.location).keys() - outputs.files.keys()) if new_tokenizer else ()

@@ -117,6 +117,7 @@ class ConvertRequest(NamedTuple):
     threads: int | None = None
     progress: Progress = None
     verify: Verify = None
+    record: bool = False
 
     def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
         """Return the names of the selected tensors; patterns can also match the names in ``more``."""

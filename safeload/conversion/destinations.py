@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.atomic_file import AtomicFile, check_place, existing_file
+from ..core.atomic_file import AtomicFile, Digest, check_place, existing_file
 from ..core.described import pack
 from ..core.files import LOCAL, Located, Location, identity_of
 from ..core.native import ffi
@@ -539,16 +539,22 @@ def write_shards(
     *,
     overwrite: bool,
     config: bytes | None = None,
+    record: Callable[[Mapping[str, Any]], Mapping[str, bytes | Location]] | None = None,
 ) -> int:
-    """Write a folder of shards and the files beside them, and return the bytes of the shards."""
-    written = 0
+    """Write a folder of shards and the files beside them, and return the bytes of the shards.
+
+    ``record`` adds the record of origin to ``files``, given size and SHA-256 of the shards.
+    """
+    written, entries = 0, dict[str, Any]()
     with sink.begin(overwrite=overwrite, config=config):
         for name, shard in shards.items():
             writer = shard()
-            with sink.file(name, writer.size) as file:
-                writer.write_to(file)
+            with nullcontext() if record is None else Digest() as digest:
+                with sink.file(name, writer.size, digest) as file:
+                    writer.write_to(file)
+                entries[name] = digest and {"size": writer.size, "sha256": digest.hexdigest()}
             written += writer.size
-        sink.commit(files)
+        sink.commit(files if record is None else record(entries))
     if overwrite:
         sink.clear_records()
     return written

@@ -18,7 +18,7 @@ from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, 
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
-from ..core.atomic_file import AtomicFile
+from ..core.atomic_file import AtomicFile, Digest
 from ..core.described import pack, texts_with
 from ..core.files import Location, check_unchanged, identity_of
 from ..core.memory import private_array, windows
@@ -179,13 +179,16 @@ class Outputs(NamedTuple):
         with paused(len(self.names)):
             return writer_of(self._begun(written), self.texts, editable=self.editable)
 
-    def write_file(self, path: str, overwrite: bool, written: Callable[[int], object]) -> int:
-        """Write a file in the format of the result and return its size."""
+    def write_file(
+        self, path: str, overwrite: bool, written: Callable[[int], object], digest: Digest | None = None
+    ) -> int:
+        """Write a file in the format of the result and return its size; the writer must know ``digest``."""
         if self.spans is None:
-            row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite)
+            options: dict[str, Any] = {} if digest is None else {"digest": digest}
+            row_of(self.format).write(self._begun(written), self.metadata, path, overwrite=overwrite, **options)
             return os.path.getsize(path)
         writer = _CopyWriter(self, self.spans, written)
-        with AtomicFile(path, writer.size, overwrite=overwrite) as file:
+        with AtomicFile(path, writer.size, overwrite=overwrite, digest=digest) as file:
             writer.write_to(file)
         return writer.size
 

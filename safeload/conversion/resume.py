@@ -34,7 +34,7 @@ from ..formats.folder import INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
-from . import decide, executors
+from . import decide, executors, origin
 from .arranging import arranged
 from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
@@ -156,9 +156,11 @@ def convert_in_pieces(
     src: Given | Sequence[Given], request: ConvertRequest, executor: Executor | None
 ) -> ConvertReport:
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
-    own = request.options["storage_options"]
-    with ExitStack() as stack:
+    own, sources = request.options["storage_options"], None
+    with ExitStack() as hashing, ExitStack() as stack:
         plan, folder, shards, stored = _planned(stack, src, request)
+        if request.record:
+            sources = origin.sources_of(hashing, shards[0].catalog)
         pieces, remote = plan["pieces"], folder.location.files.remote
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
@@ -172,7 +174,8 @@ def convert_in_pieces(
                 if not remote:
                     folder.remove_empty([plan["call"]])
                 raise
-    return _complete(plan, results, folder, own, stored)
+        record = None if sources is None else partial(origin.with_record, request, plan["options"], sources)
+        return _complete(plan, results, folder, own, stored, record=record)
 
 
 def _planned(
@@ -185,7 +188,7 @@ def _planned(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    plain, catalog = _options(request), decide.open_sources(stack, src, request)
+    plain, catalog = plain_options(request), decide.open_sources(stack, src, request)
     sources = [
         [[recipe.files.shown(path).rstrip("/") for path in recipe.paths], recipe.root, recipe.stored]
         for recipe in map(recipe_of, catalog.checkpoints)
@@ -280,7 +283,7 @@ def _pieces(
 # ---- options ----
 
 
-def _options(request: ConvertRequest) -> dict[str, Any]:
+def plain_options(request: ConvertRequest) -> dict[str, Any]:
     """Return the options that distinguish plans, as plain data."""
     given, preset = request.options, request.preset
     quantize: Any = given["quantize"]
@@ -586,6 +589,8 @@ def _complete(
     folder: Sink,
     storage_options: Mapping[str, Any] | None,
     planned: Mapping[str, str] | None = None,  # in the call that ran the pieces: the shard of each stored tensor
+    *,
+    record: Any = None,  # adds the record of origin to the files, see `origin.with_record`
 ) -> ConvertReport:
     """Complete a folder like `finalize`. The call that ran the pieces trusts shards with their reported identity."""
     results = [result for result in results if isinstance(result, Mapping) and result.get("plan") == plan["id"]]
@@ -621,7 +626,11 @@ def _complete(
         files[INDEX] = index_text(stored, total, plan["parameters"])
     moves = zip(names, shards, strict=True)
     waiting = [(name, place.shown(file)) for name, (place, file) in moves if place is not folder]
-    with folder.begin(overwrite=plan["overwrite"], config=config_text(plan["config"])):
+    config = config_text(plan["config"])
+    if record is not None:
+        results = [{key: result[key] for key in ("size", "sha256")} for result in done]
+        files = record(files, config, dict(zip(names, results, strict=True)))
+    with folder.begin(overwrite=plan["overwrite"], config=config):
         folder.commit(files, waiting, placed)
     folder.clear_records(None if plan["overwrite"] else [plan["call"]])
     shown, paths = folder.location.shown, [folder.shown(name) for name in names]

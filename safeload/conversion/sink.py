@@ -198,9 +198,9 @@ class Sink:
                     os.rmdir(self.location.path)
             raise
 
-    def new(self, name: str, size: int) -> AtomicFile:
+    def new(self, name: str, size: int, digest: Digest | None = None) -> AtomicFile:
         """Return a new file; `add` decides its name in the end."""
-        return self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name)))
+        return self._stack.enter_context(self.writing(name, size, overwrite=self._replaces(name), digest=digest))
 
     def add(self, name: str, file: AtomicFile) -> None:
         """Add a complete file, which is sealed; a name with numbers must be free."""
@@ -211,10 +211,10 @@ class Sink:
         return self._overwrite and NUMBERED.fullmatch(name) is None
 
     @contextmanager
-    def file(self, name: str, size: int) -> Iterator[AtomicFile]:
+    def file(self, name: str, size: int, digest: Digest | None = None) -> Iterator[AtomicFile]:
         """Yield a new file, and add it."""
         with self.room(size):
-            file = self.new(name, size)
+            file = self.new(name, size, digest)
             yield file
             file.seal()  # this closes the file, because there can be more shards than descriptors
         self.add(name, file)
@@ -520,8 +520,9 @@ class StoreSink(Sink):
                     warning("%s: cannot delete the shards of the failed save: %s", self.location.shown, error)
                 raise
 
-    def new(self, name: str, size: int) -> AtomicFile:
-        return self._stack.enter_context(AtomicFile(os.path.join(self._folder, name), size, durable=False))
+    def new(self, name: str, size: int, digest: Digest | None = None) -> AtomicFile:
+        file = AtomicFile(os.path.join(self._folder, name), size, durable=False, digest=digest)
+        return self._stack.enter_context(file)
 
     def add(self, name: str, file: AtomicFile) -> None:
         """Upload a file at once, which saves disk space on this machine; ``model.safetensors`` waits for `commit`."""

@@ -179,7 +179,9 @@ class Format(NamedTuple):
                 raise TypeError(f"read() must return candidate.content(...), got {type(content).__name__}")
         return content
 
-    def write(self, tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: str, *, overwrite: bool) -> None:
+    def write(
+        self, tensors: Mapping[str, Any], metadata: Mapping[Any, Any], path: str, *, overwrite: bool, **options: Any
+    ) -> None:
         """Write a file of this format.
 
         Args:
@@ -187,9 +189,10 @@ class Format(NamedTuple):
             metadata: of the source.
             path: the destination.
             overwrite: False to raise FileExistsError if the destination exists.
+            options: of `AtomicFile`, for formats whose writers take them.
         """
         with self.guarded(f"write {show(path)}"):
-            getattr(self.load(), self.writer)(tensors, metadata, path, overwrite=overwrite)
+            getattr(self.load(), self.writer)(tensors, metadata, path, overwrite=overwrite, **options)
 
     @contextmanager
     def guarded(self, action: str) -> Iterator[None]:

@@ -33,13 +33,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
+from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION, ORIGIN_KEY, ORIGIN_NAME, is_manifest
+from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at, read_json
 from ..core.opening import Signature, Verify
 from ..core.text import PathLike, error_about, folder_names, needed, show
-from ..errors import FormatError, VerificationError, one_line
+from ..errors import FormatError, SafeloadError, VerificationError, one_line
 from ..remote.places import places_of
 
-MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
 # Key of the signed statement in a bundle.
 SIGNATURE_KEY = "dsseEnvelope"
 _PAYLOAD = "application/vnd.in-toto+json"
@@ -97,6 +97,7 @@ class Expected(NamedTuple):
     alone: str = ""  # absolute path of a model that is a single file
     skips_empty: bool = False  # empty files have no digest: the signature lists ranges
     tensors: Any = None  # of a manifest, not checked yet
+    origin: Any = None  # of the record of a conversion, not checked yet
 
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
@@ -157,11 +158,6 @@ def hash_of(algorithm: str, size: int) -> Any:
 
 
 # ---- manifests by safeload ----
-
-
-def is_manifest(head: bytes) -> bool:
-    """Return True if a file with these first bytes is a manifest by safeload."""
-    return re.match(rb'\s*\{\s*"%s"\s*:' % MANIFEST_KEY.encode(), head) is not None
 
 
 def is_signature(head: bytes) -> bool:
@@ -425,7 +421,9 @@ def _expected(
             alone = tensors and fields.get("files") is None and of_tensors is not None
             listed = {} if alone else files_of_manifest(fields, source)
             root = _root(path, files, folder, listed)
-            return Expected(source, MANIFEST_PROOF, root, listed, GIT_PATHS, tensors=of_tensors)
+            return Expected(
+                source, MANIFEST_PROOF, root, listed, GIT_PATHS, tensors=of_tensors, origin=fields.get(ORIGIN_KEY)
+            )
         if SIGNATURE_KEY not in fields:
             text = f"neither a manifest, as `safeload verify PATH --write FILE` writes it ({MANIFEST_KEY!r}), "
             raise refused(f"{text}nor an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", source)
@@ -450,8 +448,10 @@ def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str
 
 def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
-    signature, manifest = signature_beside(path), document_beside(path, MANIFEST_NAME, f".{MANIFEST_NAME}")
-    if not files.remote and os.path.isfile(manifest) and not os.path.lexists(signature):
+    signature = signature_beside(path)
+    own = [document_beside(path, name, f".{name}") for name in (MANIFEST_NAME, ORIGIN_NAME)]
+    manifest = None if files.remote or os.path.lexists(signature) else next(filter(os.path.isfile, own), None)
+    if manifest is not None:
         return _expected(manifest, LOCAL, None, path, files, tensors=tensors)
     above = () if files.remote else Path(os.path.abspath(path)).parents
     beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
@@ -473,6 +473,18 @@ def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
     raise refused(text, files.shown(path))
+
+
+def origin_of(path: str) -> Mapping[str, Any] | None:
+    """Return what the record beside a local model says of its origin; None without a readable record."""
+    place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
+    with suppress(SafeloadError, OSError):
+        if "://" not in path and os.path.isfile(place):
+            record = _fields(read_json(place, "the record of origin").get(ORIGIN_KEY))
+            sources = record.get("sources")
+            if isinstance(sources, list) and all(isinstance(source, dict) for source in sources):
+                return {**record, "options": _fields(record.get("options"))}
+    return None
 
 
 def signature_beside(path: str) -> str:

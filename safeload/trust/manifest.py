@@ -22,6 +22,7 @@ import numpy as np
 
 from ..conversion.catalog import Catalog, Given
 from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
+from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION
 from ..core import dtypes
 from ..core.jobs import native_order
 from ..core.memory import check_threads, thread_count
@@ -33,7 +34,7 @@ from ..core.tensors import packed_of
 from ..core.text import debug, plural, show, warning
 from ..core.thread_group import in_order
 from ..errors import exported
-from .digests import MANIFEST_KEY, MANIFEST_VERSION, refused
+from .digests import refused
 
 RESTORING = "restoring"
 

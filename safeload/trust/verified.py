@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..core.files import (
-    LOCAL,
     LOCAL_BLOCK,
     REMOTE_BLOCK,
     WINDOW,
@@ -22,7 +21,6 @@ from ..core.files import (
     LocalStore,
     Span,
     read_from,
-    sha256_of,
 )
 from ..core.forking import ProcessLock
 from ..core.native import private_buffer
@@ -277,9 +275,3 @@ def walk(
             folders = []
         waiting += [(f"{before}{name}/", files.join(folder, name), level + 1) for name in reversed(folders)]
         yield from ((f"{before}{name}", files.join(folder, name)) for name, is_folder in listing if not is_folder)
-
-
-def entry_of(path: str, tick: Callable[[int], object] = bool) -> dict[str, Any]:
-    """Return size and SHA-256 of a local file; ``tick`` gets the bytes of each piece."""
-    with closing(LOCAL.open(path)) as store:
-        return {"size": store.size, "sha256": sha256_of(store, path, tick)}

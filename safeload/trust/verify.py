@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import tempfile
@@ -12,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..conversion import origin
 from ..conversion.executors import Executor, check_executor
 from ..conversion.sink import is_extra
 from ..core.checkpoint import open as open_checkpoint
@@ -29,7 +31,7 @@ from ..remote import ollama
 from ..remote.places import places_of
 from . import digests, manifest
 from .manifest import TensorCheck
-from .verified import check_size, compare_digests, entry_of, walk
+from .verified import check_size, compare_digests, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 
@@ -225,7 +227,13 @@ def verify(
         with caching(cache):
             return _written(text, files, write, made_of, path, overwrite=overwrite, threads=threads)
     theirs: Any = None  # the tensors to compare with
-    if against is not None and _is_model(against, storage_options):
+    checks: list[FileCheck] = []
+    model = against is not None and _is_model(against, storage_options)
+    record = digests.document_beside(text, origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
+    if model and not tensors and os.path.isfile(record) and not _is_beside(record, against):
+        expected = digests.expected_of(text, files, record)
+        checks = _source_checks(expected, against, threads)
+    elif model:
         theirs = partial(made_of, against)
         expected = _files_of_model(against, storage_options, text, files, threads)
     elif in_ollama and against is None:
@@ -242,16 +250,16 @@ def verify(
         files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
     else:
         listed = [] if alone else list(_places(text, expected, files))
-        # Settings and shards beside a weight file are no part of another one.
-        alone_there = expected.proof == _MODEL_PROOF and _is_alone(text, files)
-        places = [place for place in listed if not alone_there or expected.covers(place[1], files)]
+        # Settings and shards beside a weight file are no part of another one, nor of what a conversion wrote.
+        partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
+        places = [place for place in listed if not partial_list or expected.covers(place[1], files)]
     sizes = {} if alone else {place: _size(place, files) for _, place in places}
     total = sum(sizes.values())
     meter = Meter(progress, total)
 
     ordered = [] if alone else sorted(places, key=lambda item: -sizes[item[1]])
     checked = caching(cache)(partial(_checked, expected, files, meter))
-    checks = each(checked, ordered, max(1, thread_count(total, threads)))
+    checks += each(checked, ordered, max(1, thread_count(total, threads)))
     changed = {check.file for check in checks if check.status == "changed"}
     of_tensors: list[TensorCheck] = []
     if alone:
@@ -277,11 +285,39 @@ def _renamed(check: FileCheck, place: str, moved: Mapping[digests.ExpectedFile |
         or check.nbytes not in {content[-1].end for content in moved if content}
     ):
         return check
-    entry = entry_of(place)
+    entry = origin.entry_of(Location(LOCAL, place))
     content = (digests.ExpectedRange(0, entry["size"], "sha256", entry["sha256"]),)
     return (
         check._replace(reason=f"{check.reason}; its content is that of {moved[content]}") if content in moved else check
     )
+
+
+def _is_beside(record: str, model: Any) -> bool:
+    """Return True if a model has the same record: it is a copy, and no source."""
+    other = digests.document_beside(os.fspath(model), origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
+    return os.path.isfile(other) and filecmp.cmp(record, other, shallow=False)
+
+
+def _source_checks(expected: digests.Expected, source: Any, threads: int | None) -> list[FileCheck]:
+    """Compare a model with the source of the same files in a record of origin."""
+    (text,), files = places_of((source,))
+    if files.remote or not os.path.lexists(text):
+        raise os_error(2, text) if not files.remote else digests.refused("pass a source on this machine", text)
+    folder, name = (text, None) if os.path.isdir(text) else os.path.split(text)
+    sources = expected.origin.get("sources") if isinstance(expected.origin, Mapping) else None
+    for fields in sources if isinstance(sources, list) else ():
+        entries = fields.get("files") if isinstance(fields, Mapping) else None
+        entries = entries if isinstance(entries, Mapping) else {}
+        hashed = {key: entry for key, entry in entries.items() if isinstance(entry, Mapping) and "sha256" in entry}
+        listed = digests.files_of_manifest({"files": hashed}, expected.source)
+        listed = listed if name is None else {key: listed[key] for key in listed if key == name}
+        if not any(os.path.lexists(os.path.join(folder, key)) for key in listed):
+            continue
+        own = digests.Expected(expected.source, root=LOCAL.absolute(folder or os.curdir), files=listed)
+        places = [(key, os.path.join(folder, key)) for key in listed]
+        checks = each(partial(_checked, own, files, Meter(None, 0)), places, max(1, thread_count(1 << 40, threads)))
+        return [check._replace(file=os.path.join(folder, check.file)) for check in checks]
+    raise digests.refused(f"{expected.source} records no source with these files", text)
 
 
 def _is_model(against: Any, storage_options: Mapping[str, Any] | None) -> bool:
@@ -305,7 +341,11 @@ def _files_of_model(
         if not os.path.lexists(text):
             raise os_error(2, text)
         alone = _is_alone(text, place) and _is_alone(path, files)
-        listed = {files.split(path)[1]: entry_of(text)} if alone else digests_of(text, thread_count(1 << 40, threads))
+        listed = (
+            {files.split(path)[1]: origin.entry_of(Location(LOCAL, text))}
+            if alone
+            else digests_of(text, thread_count(1 << 40, threads))
+        )
     root = files.absolute(path) if files.is_folder(path) else files.split(files.absolute(path))[0]
     expected = digests.files_of_manifest({"files": listed}, text)
     return digests.Expected(place.shown(text), _MODEL_PROOF, root, expected, digests.GIT_PATHS)
@@ -334,9 +374,9 @@ def _written(
         raise ValueError("write=True stands for a path beside the model, and this is a URL: pass the path")
     beside = os.path.join(text, digests.MANIFEST_NAME) if os.path.isdir(text) else f"{text}.{digests.MANIFEST_NAME}"
     target = beside if write is True else native_path(write)[0]
-    output = Output("write=", target, "manifest", digests.is_manifest, overwrite, [text])
+    output = Output("write=", target, "manifest", origin.is_manifest, overwrite, [text])
     output.check()
-    document: dict[str, Any] = {digests.MANIFEST_KEY: digests.MANIFEST_VERSION}
+    document: dict[str, Any] = {origin.MANIFEST_KEY: origin.MANIFEST_VERSION}
     try:
         document["tensors"] = made_of(path)
     except SafeloadError as error:
@@ -358,7 +398,7 @@ def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[st
     places = sorted(_places(path, nothing, LOCAL, settings=True))
     if not os.path.isdir(path):
         places = [(name, place) for name, place in places if os.path.isfile(place) and not _is_same(place, document)]
-    entries = each(lambda item: entry_of(item[1]), places, max(1, threads))
+    entries = each(lambda item: origin.entry_of(Location(LOCAL, item[1])), places, max(1, threads))
     return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
 
 

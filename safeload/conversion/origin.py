@@ -1,0 +1,171 @@
+"""Records of origin: what a conversion read, how it was called, and what it wrote, as JSON beside the result.
+
+The record is the manifest of the result with one more key: ``{"safeload_manifest": 1, "files": {name: {"size",
+"sha256"}}, "origin": {"version", "options", "sources"}}``. So `verify` needs no code of its own to find and compare it.
+It stands beside the result, because a file cannot hold its own digest, and so that every format has the same record:
+``origin.json`` in a folder, ``NAME.origin.json`` beside a file.
+
+A source has a ``name`` without folders, or a ``url`` without credentials, and its ``files`` by relative name, with size
+and ``sha256``; a file at a URL has the ``version`` that its store states instead, because it would be read twice. A
+source from the Hub has ``repository`` and ``revision``. Paths of this machine appear nowhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from threading import Event
+from typing import Any
+
+from .._version import __version__
+from ..core.checkpoint import Checkpoint, folder_of, index_of
+from ..core.files import LOCAL, Location, sha256_of
+from ..core.registry import SAFETENSORS
+from ..errors import SafeloadError
+from ..formats.folder import CONFIG
+from ..quant.quantization import BESIDE
+from .catalog import Catalog
+from .decide import ConvertRequest
+from .sink import LARGEST_EXTRA, is_extra
+
+MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
+ORIGIN_KEY, ORIGIN_NAME = "origin", "origin.json"
+_THREADS = 4  # that hash sources
+# A snapshot in the Hub's cache.
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/|\Z)", re.ASCII)
+_COMMIT = re.compile(r"hf://([^@]+)@([0-9a-f]{40})(?:/|\Z)", re.ASCII)
+
+
+def is_manifest(head: bytes) -> bool:
+    """Return True if a file with these first bytes is a manifest or record by safeload."""
+    return re.match(rb'\s*\{\s*"%s"\s*:' % MANIFEST_KEY.encode(), head) is not None
+
+
+def entry_of(place: Location | bytes, tick: Callable[[int], object] = bool) -> dict[str, Any]:
+    """Return size and SHA-256 of a file or of its content; ``tick`` gets the bytes of each piece."""
+    if isinstance(place, bytes):
+        return {"size": len(place), "sha256": hashlib.sha256(place).hexdigest()}
+    with closing(place.files.open(place.path)) as store:
+        return {"size": store.size, "sha256": sha256_of(store, place.shown, tick)}
+
+
+def sources_of(stack: ExitStack, catalog: Catalog) -> Callable[[], list[dict[str, Any]]]:
+    """Hash the sources on threads while they are converted, and return a function that waits for their description."""
+    stopped, pool = Event(), ThreadPoolExecutor(_THREADS, "safeload-digest")
+
+    def tick(_: int) -> None:
+        if stopped.is_set():
+            raise InterruptedError
+
+    stack.callback(pool.shutdown, cancel_futures=True)
+    stack.callback(stopped.set)
+    sources = []
+    for checkpoint in catalog.checkpoints:
+        about, places = _about(checkpoint), _files_of(checkpoint)
+        files: dict[str, Any] = {name: pool.submit(entry_of, place, tick) for name, place in places.items()}
+        for file in checkpoint.weight_files if not places else ():
+            files[os.path.basename(file.path)] = {"size": file.size, "version": _version_of(file.identity)}
+        sources.append({**about, "files": files})
+    if catalog.in_memory:
+        sources.append({"name": "tensors in memory", "files": {}})
+
+    def wait() -> list[dict[str, Any]]:
+        for source in sources:
+            listed = source["files"]
+            source["files"] = {
+                name: entry.result() if isinstance(entry, Future) else entry for name, entry in sorted(listed.items())
+            }
+        return sources
+
+    return wait
+
+
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Name a source: without folders and credentials."""
+    file = next(iter(checkpoint.weight_files), None)
+    if file is None or not file.files.remote:
+        path = os.path.abspath(checkpoint.path)
+        about, match = {"name": os.path.basename(path)}, _SNAPSHOT.search(f"{path}/".replace(os.sep, "/"))
+        repository = "" if match is None else f"{match[1]}/{match[2]}"
+    else:
+        url = file.files.shown(file.place)
+        with suppress(SafeloadError):
+            url = file.files.public(file.files.absolute(file.place))
+        about, match = {"url": url.partition("?")[0]}, _COMMIT.match(url)
+        repository = "" if match is None else match[1]
+    return about if match is None else {**about, "repository": repository, "revision": match[match.re.groups]}
+
+
+def _files_of(checkpoint: Checkpoint) -> dict[str, Location]:
+    """Return the local files that decide the result, by relative name; none at a URL."""
+    weights = checkpoint.weight_files
+    if any(file.files is not LOCAL for file in weights):
+        return {}
+    folder, index = folder_of(checkpoint), index_of(checkpoint)
+    if folder is None:
+        return {os.path.basename(file.place): Location(LOCAL, file.place) for file in weights}
+    root = os.path.abspath(folder.path)
+    beside = [name for name in sorted(os.listdir(root)) if name in BESIDE or is_extra(name)]
+    paths = [*(file.place for file in weights), *([] if index is None else [index.path])]
+    paths += (path for name in beside if os.path.isfile(path := os.path.join(root, name)))
+    return {
+        os.path.relpath(os.path.abspath(path), root).replace(os.sep, "/").removeprefix("../"): Location(LOCAL, path)
+        for path in paths
+    }
+
+
+def _version_of(identity: tuple[Any, ...]) -> str:
+    return "" if len(identity) < 2 or identity[1] is None else str(identity[1])
+
+
+def text_of(
+    request: ConvertRequest,
+    plain: Mapping[str, Any],  # the options, see `plain_options`
+    sources: Callable[[], list[dict[str, Any]]],
+    files: Mapping[str, Mapping[str, Any]],
+) -> bytes:
+    """Return the record of a result with these files."""
+    given: Mapping[str, Any] = request.options
+    options = {**plain, "format": request.format, **({"raw": True} if given["raw"] else {})}
+    if given["max_shard_size"] is None:
+        del options["max_shard_size"]
+    options |= {key: _names_in(given[key]) for key in ("adapters", "imatrix") if key in options}  # paths
+    origin = {"version": __version__, "options": options, "sources": sources()}
+    record = {MANIFEST_KEY: MANIFEST_VERSION, "files": dict(sorted(files.items())), ORIGIN_KEY: origin}
+    return (json.dumps(record, indent=1, default=str) + "\n").encode("utf-8", "backslashreplace")
+
+
+def with_record(
+    request: ConvertRequest,
+    plain: Mapping[str, Any],
+    sources: Callable[[], list[dict[str, Any]]],
+    files: Mapping[str, bytes | Location],
+    config: bytes | None,
+    entries: Mapping[str, Mapping[str, Any]],
+) -> dict[str, bytes | Location]:
+    """Return the files beside the shards of a folder and its record, given the ``entries`` of the shards."""
+    beside = {**files, **({} if config is None else {CONFIG: config})}
+    listed = {name: entry_of(content) for name, content in beside.items()}
+    small = {name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA}  # others are not copied
+    return {**files, ORIGIN_NAME: text_of(request, plain, sources, {**entries, **small})}
+
+
+def _names_in(value: Any) -> Any:
+    """Return the last part of each path in an option."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_names_in, value)]
+    return os.path.basename(os.fspath(value).rstrip("/\\")) if isinstance(value, (str, os.PathLike)) else value
+
+
+def name_for(path: str) -> str:
+    """Return the path of the record beside a file."""
+    return f"{path}.{ORIGIN_NAME}"
+
+
+# Formats whose writers hash a file while they write it in order; a file of another format is read again.
+HASHED = (SAFETENSORS, "gguf")
