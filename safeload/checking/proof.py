@@ -24,7 +24,7 @@ from ..models.schema import language_of
 from .diff import DiffReport, compare
 from .findings import Finding, find
 from .forms import Forms
-from .judging import CALIBRATED, CHANGED, DAMAGED, judge
+from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, judged, pair_of
 
 _CLOSE = 0.35  # largest relative difference of an operation that explains a tensor; unrelated tensors have 1.4
 _EXACT = 0.01  # likewise of an addition: bfloat16 rounds by half of it
@@ -56,9 +56,8 @@ def findings_of(
             yield find("source.form", problem=one_line(problem))
             return
         unequal = [name for name, row in report.tensors.items() if row.unequal]
-        judged = judge(forms, unequal, threads)
-        bad = [name for name, judgement in judged.items() if judgement.kind in (DAMAGED, CHANGED)]
-        yield from _changed(forms, bad, threads)
+        changed, calibrated = _changed(forms, unequal, threads)
+        yield from changed
         yield from _lost(report, [*original] if not report.form else [*forms.catalogs[0]])
         for name, (expected, shape) in report.shapes.items():
             yield find("source.shape", name, shape=[*shape], expected=[*expected])
@@ -68,7 +67,6 @@ def findings_of(
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             yield find("source.left_out", names[0], reason=reason, tensors=plural(len(names), "tensor"))
-        calibrated = sum(judgement.kind == CALIBRATED for judgement in judged.values())
         if calibrated:
             yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
 
@@ -90,19 +88,24 @@ def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
             yield find("source.lost", f"{begin}.*", tensors=plural(len(members), "tensor"))
 
 
-def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> Iterator[Finding]:
-    """Yield the cause of each damage."""
+def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int]:
+    """Return the cause of each damage, and the number of calibrated tensors; each tensor is read once."""
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    calibrated = 0
     for name in names:
-        pair = [catalog.array(name, threads).astype(np.float32) for catalog in forms.catalogs]
-        shapes[name] = pair[0].shape
-        causes[name] = _cause(forms, name, *(x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in pair))
-        samples[name] = pair[0].reshape(-1)[:_SAMPLE].copy(), pair[1].reshape(-1)[:_SAMPLE].copy()
+        pair = pair_of(forms, name, threads)
+        kind = judged(forms, name, pair).kind
+        calibrated += kind == CALIBRATED
+        if kind in (DAMAGED, CHANGED):
+            a, b = (x.astype(np.float32, copy=False) for x in pair())
+            shapes[name] = tuple(forms.catalogs[0].about(name).shape)
+            causes[name] = _cause(forms, name, a, b)
+            samples[name] = a.reshape(-1)[:_SAMPLE].copy(), b.reshape(-1)[:_SAMPLE].copy()
     places = _places(samples, shapes)
-    ordered = sorted(names, key=lambda name: name not in places)
-    yield from (find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered)
+    ordered = sorted(causes, key=lambda name: name not in places)
+    return [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered], calibrated
 
 
 def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -200,6 +203,12 @@ def _extent(a: Array, b: Array) -> str:
     cosine = float(np.vdot(a, b)) / max(float(np.linalg.norm(a)) * float(np.linalg.norm(b)), 1e-30)
     if a.size >= 64 and abs(cosine) < 0.2:
         return "values are unrelated to the source's"
+    starts = np.arange(0, a.shape[1], BLOCK)
+    shares = np.add.reduceat(np.square(a - b), starts, axis=1)
+    row, block = np.unravel_index(int(shares.argmax()), shares.shape)
+    if len(bad) < 2 < len(starts) and shares[row, block] > np.square(change[row]) / 2:
+        begin, end = int(starts[block]), min(int(starts[block]) + BLOCK, a.shape[1])
+        return f"values of row {row:,} differ in columns {begin:,} to {end - 1:,}"
     if 0 < len(bad) < len(a):
         return f"{len(bad):,} of {plural(len(a), 'row')} differ, the first is row {bad[0]:,}"
     return f"values differ by {total:.2g} of their norm, which the format does not explain"

@@ -179,6 +179,68 @@ def test_importance_matrices_are_not_accused(llama, tmp_path):
         assert faults(tmp_path / f"{scheme}.gguf", llama) == []
 
 
+# ---- calibrated writers ----
+
+
+def on_grid(x, bits, scale):
+    top = 2 ** (bits - 1) - 1
+    return np.clip(np.round(x / scale), -top - 1, top) * scale
+
+
+def by_gptq(weights, inputs, bits, group=128):
+    """Frantar et al., algorithm 1: columns are rounded in turn, and the rest makes up for the error."""
+    hessian = 2 * inputs.T @ inputs
+    hessian += np.eye(len(hessian)) * 0.01 * np.diag(hessian).mean()
+    inverse = np.linalg.cholesky(np.linalg.inv(hessian)).T
+    weights, result = weights.astype(np.float64), np.zeros(weights.shape)
+    for column in range(weights.shape[1]):
+        if column % group == 0:
+            scale = np.abs(weights[:, column : column + group]).max(axis=1) / (2 ** (bits - 1) - 1)
+        result[:, column] = on_grid(weights[:, column], bits, scale)
+        error = (weights[:, column] - result[:, column]) / inverse[column, column]
+        weights[:, column:] -= np.outer(error, inverse[column, column:])
+    return result.astype(np.float32)
+
+
+def by_awq(weights, inputs, bits, group=128):
+    """Lin et al.: columns with large inputs are multiplied before they are rounded, and divided after that."""
+    factor = np.abs(inputs).mean(axis=0) ** 0.5
+    factor /= np.sqrt(factor.max() * factor.min())
+    blocks = (weights * factor).reshape(len(weights), -1, group)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / (2 ** (bits - 1) - 1)
+    return np.float32(on_grid(blocks, bits, scale).reshape(weights.shape) / factor)
+
+
+def damages(x, rng):
+    """One block of a row: zeros, values of another block, the other sign, a scale that is twice as large."""
+    for damage in (np.zeros_like, lambda block: rng.permuted(block), np.negative, lambda block: 2 * block):
+        changed = x.copy()
+        changed[7, 128:256] = damage(x[7, 128:256])
+        yield changed
+
+
+@pytest.mark.parametrize("writer", [by_gptq, by_awq])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_damaged_block_of_a_calibrated_matrix_is_found(writer, seed, tmp_path):
+    random = np.random.default_rng(seed)
+    weights = np.float32(random.standard_t(6, (96, 1024)) * 0.02)
+    inputs = random.standard_normal((2048, 64)) @ random.standard_normal((64, 1024))
+    inputs = (inputs + random.standard_normal(inputs.shape) * 2) * np.exp(random.standard_normal(1024) * 0.7)
+    name, quantized = "model.layers.0.mlp.up_proj.weight", writer(weights, inputs, 4)
+
+    def changed(values):
+        (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+        save_file({name: values}, tmp_path / "values.safetensors")
+        safeload.convert(tmp_path / "values.safetensors", tmp_path / "out", quantize="w4a16", only="*", overwrite=True)
+        report = safeload.check(tmp_path / "out", original={name: weights})
+        assert report.ok == (not report.errors)
+        return [f.message for f in report.errors if f.code == "source.changed"]
+
+    assert changed(quantized) == []
+    for damaged in damages(quantized, random):
+        assert changed(damaged) == ["values of row 7 differ in columns 128 to 255"]
+
+
 def adapter_of(llama, folder):
     """A LoRA adapter of a projection."""
     folder.mkdir()
