@@ -9,7 +9,7 @@ step follows from the values of the block before quantization:
 - tables of numbers, such as NF4 and E2M1: the widest gap.
 
 Writers that calibrate (GPTQ, AWQ, importance matrices) choose other codes to keep the outputs of a layer: the cosine of
-each row judges them, and no block may differ far more than the others (`_has_lone_block`). Sources: ggml-quants.c, and
+each row judges them, and no block may differ far more than the rest (`_has_lone_block`). Sources: ggml-quants.c, and
 the scales in `safeload.quant`.
 """
 
@@ -136,14 +136,14 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
         beyond += int(np.count_nonzero(np.abs(x - y) > _bound(rule, x, ends)))
         xx, yy, dd = (np.add.reduceat(np.square(z), starts, axis=1, dtype=np.float64) for z in (x, y, x - y))
         lone = lone or _has_lone_block(xx, dd)
-        norms, others, residuals = (blocks.sum(axis=1) for blocks in (xx, yy, dd))
-        dots = (norms + others - residuals) / 2
+        norms, norms_of_y, residuals = (blocks.sum(axis=1) for blocks in (xx, yy, dd))
+        dots = (norms + norms_of_y - residuals) / 2
         with np.errstate(invalid="ignore", divide="ignore"):
-            cosines, sizes = dots / np.sqrt(norms * others), np.sqrt(others / norms)
-        cosines[(norms == 0) & (others == 0)] = 1
+            cosines, sizes = dots / np.sqrt(norms * norms_of_y), np.sqrt(norms_of_y / norms)
+        cosines[(norms == 0) & (norms_of_y == 0)] = 1
         cosines[(sizes < 1 / _LARGER) | (sizes > _LARGER)] = -1
         least = min(least, float(np.nan_to_num(cosines, nan=-1.0).min(initial=1.0)))
-        sums += dots.sum(), norms.sum(), others.sum()
+        sums += dots.sum(), norms.sum(), norms_of_y.sum()
     bounded = bool(rule.step or rule.ranged or rule.relative)
     if bounded and not beyond:
         return Judgement(EXPECTED, label)
@@ -155,7 +155,7 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
 
 
 def _has_lone_block(norms: Array, residuals: Array) -> bool:
-    """Return True if a block differs far more than the others of its row, and than those above and below it.
+    """Return True if a block differs far more than other blocks of its row and its columns.
 
     Calibrated writers spread their errors over a row; AWQ multiplies columns, so blocks with a large factor differ in
     every row. Given squares of the norm of each block and of its difference.

@@ -167,7 +167,7 @@ def convert(
         verify: what to verify the paths of ``src`` against, see `load`: only verified tensors and files are written.
             Not with ``executor``, ``resume`` or ``adapters``, whose files would be read unverified.
         record: True to write a record of origin: ``origin.json`` in a folder, ``NAME.origin.json`` beside a file. It
-            has size and SHA-256 of what was read and written, the revision of a source from the Hub, the options and
+            has size and SHA-256 of files read and written, the revision of a source from the Hub, the options and
             the version of safeload, but no path of this machine and no secret. `verify` compares the result with it.
 
     Returns:
@@ -204,8 +204,8 @@ def convert(
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
         at_once = caching(cache)(_at_once)
-        others: Any = {"overwrite": overwrite, "threads": threads, "progress": progress, "verify": verify}
-        others["record"] = record
+        how: Any = {"overwrite": overwrite, "threads": threads, "progress": progress}
+        how |= {"verify": verify, "record": record}
         if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
             if record:
                 raise ValueError("record=True writes beside the destination, which is a file object: pass a path")
@@ -216,15 +216,15 @@ def convert(
             options["format"], name = format or SAFETENSORS, f"<{type(dst).__name__}>"
             suffix = next(iter(written_suffixes(options["format"])), "")
             with destinations.ObjectFile(dst).staging(f"converted{suffix}") as temporary:
-                report = at_once(src, decide.request_of(temporary, options, **{**others, "overwrite": False}))
+                report = at_once(src, decide.request_of(temporary, options, **{**how, "overwrite": False}))
             report = report._replace(destination=name, files=[name])
         elif executor is None and not resume:
-            report = at_once(src, decide.request_of(place, options, **others))
+            report = at_once(src, decide.request_of(place, options, **how))
         else:
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            request = decide.request_of(place, options, resume=resume, **others)
+            request = decide.request_of(place, options, resume=resume, **how)
             report = caching(cache)(convert_in_pieces)(src, request, executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
@@ -347,7 +347,7 @@ def _write_folder(
     if sources is not None:
         from .resume import plain_options  # only here: most conversions have no record
 
-        record = partial(origin.with_record, request, plain_options(request), sources, files, config)
+        record = partial(origin.with_record, request, plain_options(request), sources, (files, config))
     nbytes = destinations.write_shards(
         writers, files, folder, overwrite=request.overwrite, config=config, record=record
     )

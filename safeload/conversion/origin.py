@@ -1,4 +1,4 @@
-"""Records of origin: what a conversion read, how it was called, and what it wrote, as JSON beside the result.
+"""Records of origin: sources, call and files of a conversion, as JSON beside the result.
 
 The record is the manifest of the result with one more key: ``{"safeload_manifest": 1, "files": {name: {"size",
 "sha256"}}, "origin": {"version", "options", "sources"}}``. So `verify` needs no code of its own to find and compare it.
@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from threading import Event
@@ -130,11 +130,11 @@ def text_of(
     files: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
     """Return the record of a result with these files."""
-    given: Mapping[str, Any] = request.options
-    options = {**plain, "format": request.format, **({"raw": True} if given["raw"] else {})}
-    if given["max_shard_size"] is None:
+    arguments: Mapping[str, Any] = request.options
+    options = {**plain, "format": request.format, **({"raw": True} if arguments["raw"] else {})}
+    if arguments["max_shard_size"] is None:
         del options["max_shard_size"]
-    options |= {key: _names_in(given[key]) for key in ("adapters", "imatrix") if key in options}  # paths
+    options |= {key: _names_in(arguments[key]) for key in ("adapters", "imatrix") if key in options}  # paths
     origin = {"version": __version__, "options": options, "sources": sources()}
     record = {MANIFEST_KEY: MANIFEST_VERSION, "files": dict(sorted(files.items())), ORIGIN_KEY: origin}
     return (json.dumps(record, indent=1, default=str) + "\n").encode("utf-8", "backslashreplace")
@@ -144,14 +144,16 @@ def with_record(
     request: ConvertRequest,
     plain: Mapping[str, Any],
     sources: Callable[[], list[dict[str, Any]]],
-    files: Mapping[str, bytes | Location],
-    config: bytes | None,
+    beside: Sequence[Any],  # the files beside the shards, see `Sink.commit`, and the content of ``config.json``
     entries: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, bytes | Location]:
     """Return the files beside the shards of a folder and its record, given the ``entries`` of the shards."""
-    beside = {**files, **({} if config is None else {CONFIG: config})}
-    listed = {name: entry_of(content) for name, content in beside.items()}
-    small = {name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA}  # others are not copied
+    files, config = beside
+    contents = {**files, **({} if config is None else {CONFIG: config})}
+    listed = {name: entry_of(content) for name, content in contents.items()}
+    small = {
+        name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA
+    }  # the rest is not copied
     return {**files, ORIGIN_NAME: text_of(request, plain, sources, {**entries, **small})}
 
 

@@ -629,7 +629,7 @@ def _complete(
     config = config_text(plan["config"])
     if record is not None:
         results = [{key: result[key] for key in ("size", "sha256")} for result in done]
-        files = record(files, config, dict(zip(names, results, strict=True)))
+        files = record((files, config), dict(zip(names, results, strict=True)))
     with folder.begin(overwrite=plan["overwrite"], config=config):
         folder.commit(files, waiting, placed)
     folder.clear_records(None if plan["overwrite"] else [plan["call"]])

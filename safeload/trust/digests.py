@@ -476,7 +476,7 @@ def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
 
 
 def origin_of(path: str) -> Mapping[str, Any] | None:
-    """Return what the record beside a local model says of its origin; None without a readable record."""
+    """Return the origin in the record beside a local model; None without a readable record."""
     place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
     with suppress(SafeloadError, OSError):
         if "://" not in path and os.path.isfile(place):

@@ -250,7 +250,7 @@ def verify(
         files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
     else:
         listed = [] if alone else list(_places(text, expected, files))
-        # Settings and shards beside a weight file are no part of another one, nor of what a conversion wrote.
+        # Settings and shards beside a weight file are no part of another one, nor of the result of a conversion.
         partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
         places = [place for place in listed if not partial_list or expected.covers(place[1], files)]
     sizes = {} if alone else {place: _size(place, files) for _, place in places}
