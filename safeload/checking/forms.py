@@ -21,8 +21,7 @@ from ..conversion.recipes import Move, TensorRecipe, TensorView
 from ..conversion.rules import is_of_mlx, schema_of, tied_heads
 from ..core import dtypes
 from ..core.packing import Packed
-from ..models.diffusion import ARCHITECTURE
-from ..models.family import gguf_architectures, without_numbers
+from ..models.family import gguf_form_of, without_numbers
 from ..models.module_names import stored_names
 from ..models.renamed import Joined, ModelNames, Place, Stacked, Turned, Unmapped, has_rules
 
@@ -120,7 +119,7 @@ _OF_SIDES = ("catalogs", "left_out")
 
 
 def _is_of_llama_cpp(catalog: Catalog) -> bool:
-    form = gguf_architectures().get(str(catalog.metadata.get(ARCHITECTURE))) if catalog.format == "gguf" else None
+    form = gguf_form_of(catalog.metadata) if catalog.format == "gguf" else None
     return form is not None and any(without_numbers(name)[0] in form.layouts for name in catalog)
 
 
@@ -175,7 +174,7 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
         RestructuredCatalog(base, new, metadata=base.metadata, config=base.config, restored=_F32, for_engine=True)
         for base, new in ((model, ours), (file, theirs))
     ]
-    return Forms((sides[0], sides[1]), f"layout of llama.cpp ({form.architecture})", (left_out, without), tied)
+    return Forms((sides[0], sides[1]), f"layout of llama.cpp ({form.title})", (left_out, without), tied)
 
 
 def _whole(catalog: Catalog, name: str) -> TensorRecipe:

@@ -23,7 +23,7 @@ from ..core.showing import Result, parts_of, plain, quantity, shorten, table, te
 from ..core.table import TensorInfo
 from ..core.text import clip, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
-from ..models.diffusion import ARCHITECTURE, model_of
+from ..models.diffusion import ARCHITECTURE, MMPROJ, TYPE, model_of
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
@@ -354,9 +354,14 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
             return ""
         if model_of(metadata) is not None:
             return f"{name}, diffusion model"
-        keys = ("block_count", "expert_count", "embedding_length", "vocab_size")
+        keys, dtype = ("block_count", "expert_count", "embedding_length", "vocab_size"), None
         sizes = [_number(metadata, f"{name}.{key}") for key in keys]
-        dtype = None
+        if metadata.get(TYPE) == MMPROJ:  # sizes of each tower, and the types of their projectors
+            towers = [tower for tower in ("vision", "audio") if metadata.get(f"{name}.has_{tower}_encoder") is True]
+            tower = next(iter(towers), "vision")
+            sizes = [_number(metadata, f"{name}.{tower}.{key}") for key in keys]
+            types = (_text(metadata, f"{name}.{part}projector_type") for part in ("", *(f"{t}." for t in towers)))
+            name = f"{' and '.join(filter(None, types)) or name} (mmproj: the {' and '.join(towers) or tower} part)"
     else:
         from ..models.schema import language_of  # imported here: most files have no config.json
 

@@ -22,7 +22,7 @@ from ..errors import FormatError
 from ..formats.gguf import F32, U32
 from ..models import family as rows
 from ..models.choosing import Choice
-from ..models.diffusion import ARCHITECTURE, SHAPE_KEY, has_marks, model_of, original_shape, prefix_of
+from ..models.diffusion import ARCHITECTURE, MMPROJ, SHAPE_KEY, TYPE, has_marks, model_of, original_shape, prefix_of
 from ..models.module_names import unwrapped
 from ..models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTensor, Schema, SchemaMatch, names_in
 from ..quant.finder import Codes
@@ -419,12 +419,12 @@ def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> 
 
 # ---- GGUF ----
 
-_TYPE, _TOKENIZER = "general.type", "tokenizer.ggml.model"
+_TOKENIZER = "tokenizer.ggml.model"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 # Optional keys with a size.
 _MORE_SIZES = ("feed_forward_length", "attention.head_count_kv", "expert_feed_forward_length")
 # Files of these types have the architecture of another file, and other tensors.
-_OTHER_TYPES = ("adapter", "imatrix", "mmproj", "vocab")
+_OTHER_TYPES = ("adapter", "imatrix", "vocab")
 
 
 def check_gguf(
@@ -453,19 +453,22 @@ def check_gguf(
             except FormatError as fault:
                 findings.append(find("gguf.shape", name, fault=fault))
         return [*findings, find("gguf.unchecked:diffusion", architecture=architecture)], None, None
-    kind = _text(metadata, _TYPE)
-    form = rows.gguf_architectures().get(architecture) if isinstance(architecture, str) else None
+    kind, form = _text(metadata, TYPE), rows.gguf_form_of(metadata)
     if form is None or kind in _OTHER_TYPES:
-        subject = f"{kind} file" if kind in _OTHER_TYPES else f"architecture {show(architecture)}"
+        named = kind in (*_OTHER_TYPES, MMPROJ)
+        subject = f"{kind} file" if named else f"architecture {show(architecture)}"
         return [find("gguf.unchecked", subject=subject)], None, None
-    faults = list(_check_keys(metadata, architecture))
+    tower = isinstance(form, rows.MmprojForm)
+    architecture = form.architecture
+    faults = list(_check_keys(metadata, form))
     findings = [finding for _, finding in faults]
     for name, about in tensors.items():
         if (len(about.shape) == 1 or name.endswith(".bias")) and about.dtype != "float32":
             kind = "bias" if name.endswith(".bias") else "vector"
             findings.append(find("gguf.vector", name, kind=kind, dtype=about.dtype))
     required = [key for key in form.required if not form.keys[key].types[0].startswith("array")]
-    sizes = [f"{architecture}.{key}" for key in (*rows.SIZES, *required, *_MORE_SIZES)]
+    counts = [name for name, key in form.keys.items() if key.types[0] == rows.U32] if tower else []
+    sizes = [f"{architecture}.{key}" for key in counts or (*rows.SIZES, *required, *_MORE_SIZES)]
     listed = [name for name, key in form.keys.items() if key.each_layer is not None or form.can_be_list(name)]
     by_layer = {f"{architecture}.{name}" for name in listed}
     array = next((key for key in sizes if key not in by_layer and isinstance(metadata.get(key), np.ndarray)), None)
@@ -478,17 +481,16 @@ def check_gguf(
     return findings, Choice(form.schema, True), form.sizes(metadata, tensors, count)
 
 
-def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tuple[str, Finding]]:
+def _check_keys(metadata: Mapping[Any, Any], form: rows.GgufForm) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
-    form = rows.gguf_architectures()[architecture]
-    epsilons = [name for name, key in form.keys.items() if name.endswith("_epsilon") and not key.optional]
-    required = [f"{architecture}.{key}" for key in ("context_length", *epsilons, *rows.SIZES, *form.required)]
+    required = [f"{form.architecture}.{key}" for key in form.required_keys]
     model = _text(metadata, _TOKENIZER)
-    required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
-    required += [_MERGES] if model in ("gpt2", "gemma4") else []
+    if not isinstance(form, rows.MmprojForm):
+        required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
+        required += [_MERGES] if model in ("gpt2", "gemma4") else []
     yield from ((key, find("gguf.key", key=key)) for key in required if key not in metadata)
     types: dict[str, tuple[str, ...]] = {key: (kind,) for key, kind in rows.GENERAL_TYPES.items()}
-    types |= {f"{architecture}.{name}": key.types for name, key in form.keys.items()}
+    types |= {f"{form.architecture}.{name}": key.types for name, key in form.keys.items()}
     for key, kinds in types.items():
         if key in metadata and not any(_has_type(metadata[key], kind) for kind in kinds):
             value = metadata[key]
@@ -501,6 +503,10 @@ def _check_keys(metadata: Mapping[Any, Any], architecture: str) -> Iterator[tupl
         yield _TOKENIZER, find("gguf.key:tokenizer", key=_TOKENIZER, value=show(model), expected=expected)
 
 
+# Kinds of NumPy's dtypes by type of an array.
+_ARRAYS = {rows.NUMBERS: "iuf", rows.BOOLS: "b", rows.FLOATS: "f"}
+
+
 def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
     """Return a text of the metadata; None if it is missing or of another type, such as an array."""
     value = metadata.get(key)
@@ -510,6 +516,6 @@ def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
 def _has_type(value: Any, kind: str) -> bool:
     if kind == rows.TEXTS:
         return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], str))
-    if kind in (rows.NUMBERS, rows.BOOLS):
-        return isinstance(value, np.ndarray) and value.dtype.kind in ("b" if kind == rows.BOOLS else "iuf")
+    if kind in _ARRAYS:
+        return isinstance(value, np.ndarray) and value.dtype.kind in _ARRAYS[kind]
     return type(value) is {rows.U32: U32, rows.F32: F32, rows.BOOL: bool, rows.TEXT: str}[kind]

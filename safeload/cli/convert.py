@@ -31,6 +31,7 @@ _ALL = "*"  # the pattern of a scheme for all matrices
   safeload convert model.pth model.safetensors --dtype bfloat16
   safeload convert training.ckpt model.safetensors --root state_dict
   safeload convert Llama-3.2-1B/ llama.gguf --quantize q4_k_m
+  safeload convert Qwen2.5-VL-3B/ mmproj.gguf --part vision
   safeload convert Llama-3.2-1B/ llama.safetensors --quantize q4_0
   safeload convert Llama-3.2-1B/ mixed/ --quantize q4_k --quantize '*down*=q6_k'
   safeload convert Llama-3.2-1B/ shards/ --max-shard-size 500MB
@@ -81,6 +82,12 @@ continue.""",
     flag("--exact", "refuse a format that would change any value of a quantized source"),
     argument("--scale-dtype", None, "dtype of the scales of an engine's format", choices=["float32"]),
     repeated("--keep --ignore", "PATTERN", "leave these tensors or modules unquantized"),
+    argument(
+        "--part",
+        None,
+        "part of a model of text and images for a .gguf file: text (the default), or vision, for --mmproj of llama.cpp",
+        choices=("text", "vision"),
+    ),
     argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
     *PATTERNS,
     argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
@@ -203,7 +210,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             verify=verify,
             **common.given(
                 options,
-                "dtype imatrix requantize exact scale_dtype only drop keep raw max_shard_size format overwrite resume",
+                "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite resume",
             ),
             **common.given(options, "storage_options record"),
             **how,

@@ -393,7 +393,7 @@ _YES = {True: "yes", False: ""}
     "List the families of models that safeload knows: the class of transformers, whether check has a schema of the "
     "tensors, the architecture in GGUF files for llama.cpp, whether these become folders for transformers again, "
     "whether folders of mlx-lm can be written and converted back, whether models can be written in the formats of "
-    "engines, and whether towers for images and audio are written for llama.cpp (mmproj).",
+    "engines, and whether vision parts are written for llama.cpp (mmproj).",
     """examples:
   safeload families
   safeload families --json | jq -r '.families[] | select(.gguf != "") | .architectures[0]'""",

@@ -14,7 +14,7 @@ from copy import copy
 from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import add, attrgetter, itemgetter, sub
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -136,7 +136,7 @@ class TensorPlace(NamedTuple):
 class Catalog:
     """The tensors of checkpoints and dicts by name, in their order. `of` creates it; leaving it closes its files."""
 
-    kept_f32: Collection[str] = ()  # names that stay float32 whatever dtype is requested
+    fixed: Mapping[str, str] = MappingProxyType({})  # codes of dtypes by name, whatever dtype is requested
     texts: Mapping[str, bytes] = {}  # further files of the result, by name
     makes = False  # whether tensors are made when they are read
     merge: Merge | None = None  # adapters
@@ -633,7 +633,7 @@ class RestructuredCatalog(Catalog):
         metadata: Mapping[str, Any],
         config: dict[str, Any] | None = None,
         format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
-        kept_f32: Iterable[str] = (),
+        fixed: Mapping[str, str] = MappingProxyType({}),
         restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
         for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
     ) -> None:
@@ -642,7 +642,7 @@ class RestructuredCatalog(Catalog):
         self.recipes = recipes
         self._restored = restored or dtype_in(base.config) or _BF16
         self.for_engine = for_engine
-        self.kept_f32 = frozenset(kept_f32)
+        self.fixed = fixed
         self.texts = base.texts
         self.metadata = metadata
         self.config = config
@@ -668,7 +668,7 @@ class RestructuredCatalog(Catalog):
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)
         else:
             rows = {self._row(name, source) for source in sources}
-            keeps = name not in self.kept_f32 and (recipe.scales or not recipe.computes)
+            keeps = name not in self.fixed and (recipe.scales or not recipe.computes)
             row = rows.pop() if len(rows) == 1 and keeps else _F32
             row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)

@@ -45,6 +45,7 @@ def convert(
     requantize: bool = False,
     exact: bool = False,
     scale_dtype: Literal["float32"] | None = None,
+    part: decide.Part = None,
     layout: Layout | None = None,
     names: Iterable[str] | None = None,
     only: Patterns = None,
@@ -119,6 +120,8 @@ def convert(
         exact: True to refuse a format that would change any value of a quantized source.
         scale_dtype: "float32" for scales of float32 in formats of engines whose scales have the dtype of the weights;
             weights are then quantized from float32. None keeps the scales of a quantized source.
+        part: the part of a model of text and images to write for llama.cpp: "text" (None), or "vision", the file for
+            ``--mmproj``, as float32, float16, bfloat16 or, with ``quantize="q8_0"``, in blocks.
         layout: stacks layers, see `stack`; the result has only the tensors of the layout, in its order.
         names: exact names of the tensors to convert; None for all.
         only: shell pattern, or list of patterns, of names to convert, such as ``"model.layers.0.*"``; instead of

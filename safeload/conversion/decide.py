@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from ..core import dtypes, registry
 from ..core.arrays import check_mapping
@@ -42,6 +42,7 @@ from .destinations import Destination, check_writable, config_with, extras_of, i
 from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
 from .quantize import WEIGHTS
 from .rules import (
+    TOWER_SCHEME,
     ConvertScheme,
     EngineRules,
     FileTypeRules,
@@ -49,6 +50,7 @@ from .rules import (
     Planned,
     Rules,
     Summary,
+    TowerRules,
     is_of_mlx,
     not_as_in_mlx,
     read_importance,
@@ -72,6 +74,10 @@ _OF_QUANTIZE = {
 }
 
 
+Part: TypeAlias = Literal["text", "vision"] | None
+_PARTS = ("text", "vision")
+
+
 class ConvertOptions(TypedDict, total=False):
     """Options of `safeload.plan_convert`: the arguments of `safeload.convert` that determine the result."""
 
@@ -81,6 +87,7 @@ class ConvertOptions(TypedDict, total=False):
     requantize: bool
     exact: bool
     scale_dtype: Literal["float32"] | None
+    part: Part
     layout: Layout | None
     names: Iterable[str] | None
     only: Patterns
@@ -151,6 +158,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options["format"])
     format = _format_of(place, path, options, in_folder=in_folder)
+    _check_part(options, format, path)
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     check_writable(place)
@@ -179,6 +187,22 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     return ConvertRequest(
         path, format, place, folder, limit, target, options, preset, selecting, by_name, every, **others
     )
+
+
+def _check_part(options: ConvertOptions, format: str, path: str) -> None:
+    """Refuse ``part=`` if it selects nothing, and types that llama.cpp does not write for vision towers."""
+    part, quantize = options["part"], options["quantize"]
+    if part is None:
+        return
+    if part not in _PARTS:
+        raise ValueError(f"part must be one of {', '.join(_PARTS)}, got {show(part)}")
+    if format != "gguf":
+        raise ValueError(f"part= selects a part of a model for llama.cpp, a .gguf file, but {show(path)} is {format}")
+    if options["raw"]:
+        raise ValueError("part= selects a part of a model for llama.cpp, and raw=True writes the tensors as they are")
+    if part == "vision" and quantize is not None and str(quantize).lower() != TOWER_SCHEME:
+        text = f"llama.cpp's converter writes vision parts as float32, float16, bfloat16 or {TOWER_SCHEME}, not as "
+        raise UnsupportedError(f"{text}{show(quantize)}; pass quantize= for the text part alone")
 
 
 def check_codes(requantize: object, exact: object) -> None:
@@ -484,12 +508,22 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
     # Only here: most results need no architecture.
-    from .llama_cpp.gguf_models import from_comfyui, from_llama_cpp, recognized, to_comfyui, to_llama_cpp
+    from .llama_cpp.gguf_models import (
+        from_comfyui,
+        from_llama_cpp,
+        recognized,
+        to_comfyui,
+        to_llama_cpp,
+        tower_to_llama_cpp,
+    )
 
     if restored and model_of(catalog.metadata) is not None:
         return from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
     unnamed = not restored and gguf_form(catalog.config)[0] is None
-    diffusion = recognized(catalog) if unnamed else None
+    diffusion, part = recognized(catalog) if unnamed else None, request.options["part"]
+    if part is not None and (unnamed or catalog.format == "gguf"):
+        why = "is a GGUF file already" if catalog.format == "gguf" else "has no config.json that names a class"
+        raise ValueError(f"part= selects a part of a model of transformers, but {catalog.title} {why}")
     if unnamed and diffusion is None:
         return catalog
     if request.selecting:
@@ -502,6 +536,8 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
+    if part == "vision":
+        return tower_to_llama_cpp(catalog, target, quantized=request.options["quantize"] is not None)
     return to_llama_cpp(catalog, blocks=target is None) if diffusion is None else to_comfyui(catalog, diffusion)
 
 
@@ -602,10 +638,11 @@ class Decider:
             else:
                 model = format == "gguf" and not options["raw"]
                 rules = rules_for(catalog, options["quantize"], options["keep"], self._matrix, model=model)
+                rules = TowerRules(TOWER_SCHEME, options["keep"]) if options["part"] == "vision" else rules
                 if isinstance(rules, FileTypeRules) and options["layout"] is not None:
                     needs = f"which file type {rules.file_type} needs"
                     raise ValueError(f"layout= has no llama.cpp names, {needs}: pass raw=True")
-                self._rules, rules.schema, rules.kept_f32 = rules, schema, catalog.kept_f32
+                self._rules, rules.schema, rules.fixed = rules, schema, catalog.fixed
                 # llama.cpp ties the head itself, and a restored model has all of its tensors.
                 if not isinstance(rules, FileTypeRules) and not isinstance(catalog, RestructuredCatalog):
                     tied = tied_heads(catalog, schema) if whole and ties is not False else {}
@@ -726,7 +763,7 @@ class Decider:
             if options["rename"] is not None:
                 metadata = with_renamed_shapes(metadata, names)
             chosen = (converts and not isinstance(rules, FileTypeRules)) or isinstance(catalog, RestructuredCatalog)
-            if chosen and FILE_TYPE not in own:
+            if chosen and FILE_TYPE not in own and options["part"] != "vision":
                 metadata = with_updated_file_type(metadata, outputs.made, copies=rules is None)
             if isinstance(rules, Rules):
                 keys = {} if matrix is None else matrix.metadata()
@@ -921,7 +958,7 @@ class Decider:
         if self._request.format == "gguf" and row.floating and row.block_bytes > 1:
             # llama.cpp aborts on norms of any other dtype, ComfyUI does not. The writer refuses unsupported dtypes.
             norm = len(tensor.shape) < 2 and (tensor.row is _F32 or model_of(self._catalog.metadata) is None)
-            row = _F32 if norm or name in self._catalog.kept_f32 else row
+            row = _F32 if norm else dtypes.BY_CODE[self._catalog.fixed.get(name, row.code)]
         unchanged = row is tensor.row and tensor.scheme is None
         if unchanged and self._request.format == SAFETENSORS and row not in dtypes.SAFETENSORS:
             raise dtypes.not_stored(row.name, name)

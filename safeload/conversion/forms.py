@@ -18,6 +18,7 @@ from ..models.family import (
     GgufForm,
     GgufLayout,
     MlxForm,
+    MmprojForm,
     gguf_form,
     is_of_experts,
     with_numbers,
@@ -104,41 +105,25 @@ class LaidOut(NamedTuple):
 
 def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
     """Return the tensors of a model as a form has them, and what becomes of the others."""
+    if isinstance(form, MmprojForm):
+        return _laid_out_tower(catalog, config, form)
     stored_by_name, left_out = _language_names(catalog, config, form)
     outer = (catalog.config or {}).get("tie_word_embeddings")
     tied = outer if isinstance(outer, bool) else config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and form.head in stored_by_name:
         raise config.unsupported(f"tie_word_embeddings is false, but {form.engine} has no separate head here")
-    recipes: dict[str, TensorRecipe] = {}
-    experts: dict[str, dict[int, TensorRecipe]] = {}  # by stack
-    unknown, fused = [], set()
     buffer = _BUFFER.format(form.engine)
+    kept: dict[str, str] = {}
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == form.head and (form.tied or (tied is True and form.leaves_out))):
             left_out.setdefault(_TIED if name == form.head else buffer, []).append(stored)
-            continue
-        pattern, numbers = without_numbers(name)
-        placed = False
-        for place, layout in form.targets.get(pattern, ()):
-            target = with_numbers(place, numbers)
-            if layout.when is not None and not config.integer(layout.when, int(numbers[0]) if numbers else None):
-                placed |= form.leaves_out
-                continue
-            if layout.stack and int(numbers[1]) < MAX_EXPERTS:
-                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
-                experts.setdefault(target, {})[int(numbers[1])] = recipe
-                recipes.setdefault(target, recipe)  # in its place until all experts are found
-                placed = True
-            elif not layout.stack and (whole := _recipe(catalog, config, layout, stored, target)) is not None:
-                if target in recipes:
-                    raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
-                recipes[target] = whole
-                fused |= {target} if layout.part is not None else set()
-                placed = True
-        if not placed and form.published.role(name) != "buffer":
-            unknown.append(stored)
-        elif not placed:
-            left_out.setdefault(buffer, []).append(stored)
+        else:
+            kept[name] = stored
+    recipes, experts, fused, unplaced = _placed(catalog, config, form, kept)
+    unknown = [stored_by_name[name] for name in unplaced if form.published.role(name) != "buffer"]
+    buffers = [stored_by_name[name] for name in unplaced if form.published.role(name) == "buffer"]
+    if buffers:
+        left_out.setdefault(buffer, []).extend(buffers)
     if form.complete:
         optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
         for name in config.expected(form.published, stored_by_name):
@@ -160,6 +145,59 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
             raise FormatError("some layers have fused experts and some do not", catalog.title)
     kinds = " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
     return LaidOut(recipes, kinds, left_out, unknown)
+
+
+def _laid_out_tower(catalog: Catalog, config: ModelConfig, form: MmprojForm) -> LaidOut:
+    """Return a vision tower in the layout of llama.cpp, without the language model."""
+    kept: dict[str, str] = {}
+    left_out: dict[str, list[str]] = {}
+    for name, stored in stored_names(catalog, catalog.title).items():
+        usual = _under_usual_name(name, config, form)
+        reason = next((why for text, why in {**form.left_out, **_LEFT_OUT}.items() if fnmatchcase(usual, text)), None)
+        if reason is None and not (usual.startswith(form.towers) or without_numbers(usual)[0] in form.targets):
+            reason = "vision part only"
+        if reason is not None:
+            left_out.setdefault(reason, []).append(stored)
+        elif usual in kept:
+            text = f"tensors {show(kept[usual])} and {show(stored)} are both {show(usual)}"
+            raise FormatError(text, catalog.title, tensor=stored)
+        else:
+            kept[usual] = stored
+    recipes, _, _, unplaced = _placed(catalog, config, form, kept)
+    return LaidOut(recipes, None, left_out, [kept[name] for name in unplaced])
+
+
+def _placed(
+    catalog: Catalog, config: ModelConfig, form: GgufForm, stored_by_name: Mapping[str, str]
+) -> tuple[dict[str, TensorRecipe], dict[str, dict[int, TensorRecipe]], set[str], list[str]]:
+    """Return recipes of tensors, the experts of each stack, the fused stacks, and the names without a place."""
+    recipes: dict[str, TensorRecipe] = {}
+    experts: dict[str, dict[int, TensorRecipe]] = {}
+    unplaced, fused = [], set()
+    for name, stored in stored_by_name.items():
+        pattern, numbers = without_numbers(name)
+        placed = False
+        for place, layout in form.targets.get(name) or form.targets.get(pattern) or ():
+            layer = int(numbers[0]) if numbers else None
+            if layout.when is not None and not config.integer(layout.when, layer):
+                placed |= form.leaves_out
+                continue
+            own = numbers if layout.number is None else [str(config.integer(layout.number, layer)), *numbers[1:]]
+            target = with_numbers(place, own)
+            if layout.stack and int(numbers[1]) < MAX_EXPERTS:
+                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                experts.setdefault(target, {})[int(numbers[1])] = recipe
+                recipes.setdefault(target, recipe)  # in its place until all experts are found
+                placed = True
+            elif not layout.stack and (whole := _recipe(catalog, config, layout, stored, target)) is not None:
+                if target in recipes:
+                    raise error_about(FormatError, f"is a second {target}", path=catalog.title, tensor=stored)
+                recipes[target] = whole
+                fused |= {target} if layout.part is not None else set()
+                placed = True
+        if not placed:
+            unplaced.append(name)
+    return recipes, experts, fused, unplaced
 
 
 def _is_added(name: str, config: ModelConfig) -> bool:
@@ -191,13 +229,7 @@ def _language_names(
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
             left_out.setdefault("language model only", []).append(stored)
             continue
-        for begin, (place, layer) in form.renames.items():
-            match = re.match(re.escape(begin).replace(re.escape(PLACE), f"({NUMBER})"), bare)
-            if match is not None:
-                own = int(match[1]) if PLACE in begin else 0
-                number = config.integer(layer) + own if PLACE in place else 0
-                bare = place.replace(PLACE, str(number)) + bare[match.end() :]
-                break
+        bare = _under_usual_name(bare, config, form)
         reason = next((why for text, why in reasons.items() if fnmatchcase(bare, text)), None)
         if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
             layers = config.integer(form.kept_layers)
@@ -211,6 +243,17 @@ def _language_names(
             raise FormatError(text, catalog.title, tensor=stored)
         result[published] = stored
     return result, left_out
+
+
+def _under_usual_name(name: str, config: ModelConfig, form: GgufForm) -> str:
+    """Return a published name with the beginning that the table has."""
+    for begin, (place, layer) in form.renames.items():
+        match = re.match(re.escape(begin).replace(re.escape(PLACE), f"({NUMBER})"), name)
+        if match is not None:
+            own = int(match[1]) if PLACE in begin else 0
+            number = config.integer(layer) + own if PLACE in place else 0
+            return place.replace(PLACE, str(number)) + name[match.end() :]
+    return name
 
 
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
@@ -245,6 +288,8 @@ def _arrangement(
     config: ModelConfig, layout: GgufLayout, shape: tuple[int, ...], name: str
 ) -> tuple[Arrangement | None, tuple[int, ...]]:
     """Return how a form arranges a published tensor, None if it keeps their order, and the shape of the result."""
+    if layout.flat:
+        shape = (*shape[:1], math.prod(shape[1:]))
     heads = config.size(*layout.heads) if layout.heads else 0
     if heads and (not shape or shape[0] % (2 * heads)):
         raise error_about(FormatError, f"{list(shape)} does not have {heads} heads", tensor=name)
@@ -275,7 +320,9 @@ def _arrangement(
             raise error_about(FormatError, f"{list(shape)} cannot be {list(final)}", tensor=name)
         inner = final
     factors = config.factors(layout.times, inner[0]) if layout.times and inner else ()
-    arrangement = Arrangement(row_places, column_places, items, layout.transposed, factors, layout.function, layout.add)
+    flat = layout.flat and column_places is not None
+    computed = factors, layout.function, layout.add
+    arrangement = Arrangement(flat, row_places, column_places, items, layout.transposed, *computed)
     ordered = row_places is None and column_places is None and not (layout.transposed or arrangement.computes)
     return None if ordered else arrangement, inner
 

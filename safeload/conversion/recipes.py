@@ -39,6 +39,7 @@ def copy_values(out: Array, values: Array, threads: int | None) -> None:
 class Arrangement(NamedTuple):
     """How a tensor holds the values of another one: rows and columns in another order, or computed values."""
 
+    flat: bool = False  # all axes after the first of the other tensor are the columns
     rows: Array | None = None  # the row of the other tensor for each row; None for the same rows
     columns: Array | None = None  # likewise
     shape: tuple[int, ...] | None = None  # of these, before axes are swapped; None for that of the other tensor
@@ -56,7 +57,7 @@ class Arrangement(NamedTuple):
     @property
     def reorders(self) -> bool:
         """True if rows or columns change places, or form matrices."""
-        return self.rows is not None or self.columns is not None or self.shape is not None
+        return self.flat or self.rows is not None or self.columns is not None or self.shape is not None
 
     def fill(self, out: Array, array: Array, row: dtypes.Dtype, threads: int | None) -> None:
         """Fill ``out`` with the values of ``array``, which are float32 if they change."""
@@ -75,6 +76,7 @@ class Arrangement(NamedTuple):
             flat: Array = out.reshape(len(self.rows), *array.shape[1:])
             np.take(array, self.rows, 0, out=flat, mode="clip")  # without this mode NumPy fills a copy first
             return
+        array = array.reshape(len(array), -1) if self.flat else array
         result = array[self._places(array)]
         result = result.reshape(self.shape or result.shape)
         result = self._computed(result.swapaxes(-1, -2) if self.transposed else result, row, threads)
@@ -111,9 +113,19 @@ def _log_of_negative(array: Array) -> Array:
         return np.log(-array.astype(np.float64)).astype(np.float32)
 
 
+def _softplus(array: Array) -> Array:
+    return np.logaddexp(0, array.astype(np.float64)).astype(np.float32)
+
+
+def _log_of_expm1(array: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return (array + np.log(-np.expm1(-array.astype(np.float64)))).astype(np.float32)
+
+
 # Functions of values, with their inverse; computed in float64 and rounded once.
 _FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
-    "negative_exp": (_negative_exp, _log_of_negative)
+    "negative_exp": (_negative_exp, _log_of_negative),
+    "softplus": (_softplus, _log_of_expm1),
 }
 
 

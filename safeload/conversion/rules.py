@@ -223,7 +223,7 @@ class Rules:
 
     def __init__(self, scheme: Scheme, keep: Keep) -> None:
         self.schema: Schema | None = None  # gives the roles of tensors; None falls back to `KEPT_NAMES`
-        self.kept_f32: Collection[str] = ()  # tensors of the result that are float32 by default
+        self.fixed: Mapping[str, str] = {}  # codes of dtypes of tensors that are not quantized by default
         schemes = scheme if isinstance(scheme, Mapping) else {"*": packing.parse_scheme(scheme)}
         self._schemes = {key: None if to is None else packing.parse_scheme(to) for key, to in schemes.items()}
         self.kept = Kept(keep)
@@ -266,7 +266,7 @@ class Rules:
             role = None if self.schema is None else self.schema.role(name)
             default = (f"matches {kept}" for kept in KEPT_NAMES if fnmatchcase(name, kept))
             usual = next(default, "") if role is None else _KEPT_ROLES.get(role, "")
-            usual = "stays float32" if not usual and name in self.kept_f32 else usual
+            usual = f"stays {dtypes.BY_CODE[self.fixed[name]].name}" if not usual and name in self.fixed else usual
         if result is None:
             usual = usual or f"rows of {shape[-1]} elements are not whole blocks of {packing.SCHEMES[requested].block}"
         return Planned(result or requested, usual, requested=None if result == requested else requested)
@@ -318,6 +318,21 @@ class FileTypeRules(Rules):
         if chosen.type == mixtures.FLOAT16:
             return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16")
         return Planned(chosen.type, requested=chosen.requested)
+
+
+class TowerRules(Rules):
+    """The types that llama.cpp's converter chooses for a vision tower; it rounds rows of other lengths to float16."""
+
+    def _choose(self, name: str, shape: tuple[int, ...]) -> Planned:
+        if name in self.fixed:
+            return Planned(None, f"stays {dtypes.BY_CODE[self.fixed[name]].name}")
+        if shape[-1] % packing.SCHEMES[TOWER_SCHEME].block:
+            return Planned(None, f"rows of {shape[-1]} elements are not whole blocks: float16", dtype="F16")
+        return Planned(TOWER_SCHEME)
+
+
+# The only blocks that llama.cpp's converter writes; llama-quantize takes no vision towers.
+TOWER_SCHEME: Literal["q8_0"] = "q8_0"
 
 
 def rules_for(

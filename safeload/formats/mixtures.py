@@ -287,6 +287,13 @@ def with_file_type(metadata: Mapping[Any, Any], file_type: str, more: Iterable[t
     return {**{key: value for key, value in metadata.items() if key not in last}, **last}
 
 
+def number_of(name: str) -> int | None:
+    """Return the file type number of a file of one dtype or block type, or None if it has no number."""
+    # K-quants have a number for each mixture; the lowest is that of a single type (S).
+    mixtures = [row.number for row in file_types().values() if row.base == name]
+    return min(mixtures) if mixtures else _NUMBERS.get(name)
+
+
 def with_updated_file_type(
     metadata: Mapping[Any, Any], tensors: Iterable[Any], *, copies: bool = False
 ) -> Mapping[Any, Any]:
@@ -304,9 +311,7 @@ def with_updated_file_type(
     commonest = max(elements, key=elements.__getitem__, default=None)
     if copies:
         commonest = next((blocks for blocks in ("nvfp4", "mxfp4") if blocks in elements), commonest)
-    # K-quants have a number for each mixture; the lowest is that of a single type (S).
-    mixtures = [row.number for row in file_types().values() if row.base == commonest]
-    number = min(mixtures) if mixtures else _NUMBERS.get(commonest or "")
+    number = number_of(commonest or "")
     if number is not None and model_of(metadata) is not None:
         return {**metadata, FILE_TYPE: np.uint32(number)}  # in its place
     rest = {key: value for key, value in metadata.items() if key != FILE_TYPE}

@@ -20,6 +20,8 @@ from ..core.text import show
 from ..errors import FormatError
 
 ARCHITECTURE = "general.architecture"
+# The key of the kind of a GGUF file, and its value for the towers of a model of text and images.
+TYPE, MMPROJ = "general.type", "mmproj"
 # Followed by the name of a tensor: its shape before its elements were divided into rows of 256.
 SHAPE_KEY = "comfy.gguf.orig_shape."
 # The axes of a tensor in PyTorch are at most this many.

@@ -20,6 +20,8 @@ A file is named after its family, and says of it what is needed to check, conver
 - ``mlx``: how mlx-lm 0.32 has the family, in both directions, see below; without ``gguf``, empty: as transformers does.
 - ``gguf``: how llama.cpp has the family, in both directions, see below.
 
+- ``mmproj``: how llama.cpp has the vision tower, in a file of its own, see below.
+
 A file without ``architectures`` is a variant: another ``gguf`` of the family that it is like, for the configs ``when``.
 
 The fields of ``gguf``:
@@ -54,7 +56,8 @@ The fields of ``gguf``:
   an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
   ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
   ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
-  Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``.
+  Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``. With
+  ``flat`` all axes after the first are one before. ``number``: expression of the layer number in llama.cpp.
 - ``nested``: values that the config of a language model inside another config can lack, because older versions of
   transformers left out what equals the class's defaults there.
 - ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
@@ -78,6 +81,18 @@ The fields of ``gguf``:
 - ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
 - ``complete``: true if tensors without which llama.cpp computes something else must be in a model whose config
   implies such tensors.
+
+The fields of ``mmproj`` have the meaning they have in ``gguf``. The config is that of the tower, with three more keys:
+the configs of the ``whole`` model, of its ``text`` part, and of its image ``processor``. More fields:
+
+- ``like``: a family to inherit the tower from. ``classes``: the classes of models with the tower. ``omitted``: as
+  above. ``counts``: as in `safeload.models.schema`, of another tower's layers.
+- ``keys``: metadata keys without "clip.", in the order of the converter. ``blocks``: the key of the number of layers.
+- ``towers``: beginnings of the published names that belong to the file; an unknown tensor below one of these is
+  refused.
+- ``token_ids``: tokens whose ids expressions can use, by name; 0 without the token.
+- ``dtypes``: by pattern of llama.cpp's names, the dtype of tensors that do not get the requested one: "F32", "F16", or
+  "F16 or F32", which is F16 only in a file of F16.
 
 The fields of ``mlx``:
 
@@ -112,6 +127,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
+from .diffusion import ARCHITECTURE, MMPROJ, TYPE
 from .renamed import InMemory, in_memory
 from .schema import (
     MAX_LAYERS,
@@ -128,12 +144,13 @@ from .schema import (
 
 _FOLDER = Path(__file__).parent / "families"
 # Fields that a family does not inherit.
-_OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "mlx", "gguf"}
-_OWN |= {"omitted", "parallel"}
-# Fields of ``gguf`` and ``mlx`` that a family does not inherit.
+_OWN = {"about", "architectures", "model_types", "formats", "keys", "like", "without", "engines", "omitted", "parallel"}
+_FORMS = ("mlx", "gguf", "mmproj")
+# Fields of these that a family does not inherit.
 _OWN_FORM = {"classes", "nested", "text_type", "types"}
 # Fields of ``gguf`` that are not attributes, or others.
 _READ_OTHERWISE = {"keys", "rope", "windows", "defaults", "tensors", "layers", "more_layers", "classes", "without"}
+_READ_OTHERWISE |= {"like", "counts"}
 
 _Content = Mapping[str, Any]
 # A class with the head of mlx-lm's models.
@@ -142,7 +159,7 @@ _GENERATES = "ForCausalLM"
 # What messages call the metadata.
 METADATA = "metadata"
 U32, F32, BOOL, TEXT = "u32", "f32", "bool", "string"
-TEXTS, NUMBERS, BOOLS = "array of strings", "array of numbers", "array of bools"
+TEXTS, NUMBERS, BOOLS, FLOATS = "array of strings", "array of numbers", "array of bools", "array of floats"
 
 # Keys for the names and shapes of all tensors.
 SIZES = ("block_count", "embedding_length", "attention.head_count")
@@ -195,11 +212,13 @@ class GgufLayout(NamedTuple):
     """How a tensor of llama.cpp holds the values of a published tensor."""
 
     heads: tuple[str, ...] = ()  # keys of the number of heads: the rows of each half of a head alternate
+    flat: bool = False  # all axes after the first are the columns
+    number: str | None = None  # expression of the number of the layer in llama.cpp, if it is another one
     rows: tuple[Mapping[str, Any], ...] = ()  # pieces of rows, the fields of `Piece`, in the order of llama.cpp
     columns: tuple[Mapping[str, Any], ...] = ()  # likewise
     items: str | None = None  # expression of the number of matrices that the rows are, or that are stacked
     shape: tuple[str, ...] | None = None  # expressions; None for that of the source
-    function: str | None = None  # "negative_exp": -exp(x), of each value
+    function: str | None = None  # "negative_exp": -exp(x), or "softplus": log(1 + exp(x)), of each value
     times: tuple[Mapping[str, str], ...] = ()  # factors: "key" of the config, and "begin" and "end" of its rows
     add: float = 0.0  # to each value
     stack: bool = False  # the published tensor is one of the experts
@@ -213,7 +232,7 @@ class GgufLayout(NamedTuple):
     @property
     def rearranges(self) -> bool:
         """True if the shape of the published tensor does not follow from that of llama.cpp's."""
-        return bool(self.rows or self.columns or self.items or self.shape or self.transposed)
+        return bool(self.flat or self.rows or self.columns or self.items or self.shape or self.transposed)
 
     def of_experts(self, name: str) -> bool:
         """Return True if the published tensor has the matrices of all experts, in parts or transposed."""
@@ -290,6 +309,7 @@ class GgufForm:
     pooling = False
 
     engine = "llama.cpp"
+    blocks = "block_count"  # key of the number of layers
     leaves_out = False  # a published tensor that nothing needs is left out without a word
 
     def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
@@ -306,9 +326,20 @@ class GgufForm:
         self.usually_tied = bool(family["defaults"].get("tie_word_embeddings"))  # if a config lacks the key
 
     @property
+    def title(self) -> str:
+        """The name in llama.cpp."""
+        return self.architecture
+
+    @property
     def holder(self) -> str:
         """What has the tensors, in messages."""
-        return f"{self.engine}'s {self.architecture}"
+        return f"{self.engine}'s {self.title}"
+
+    @property
+    def required_keys(self) -> list[str]:
+        """The keys of the model, without the architecture, that llama.cpp refuses a file without."""
+        epsilons = [name for name, key in self.keys.items() if name.endswith("_epsilon") and not key.optional]
+        return ["context_length", *epsilons, *SIZES, *self.required]
 
     @property
     def embedding(self) -> str:
@@ -347,9 +378,9 @@ class GgufForm:
     @cached_property
     def schema(self) -> Schema:
         """The tensors of a file."""
-        names = ("defaults", "tensors", "layers", "more_layers")
+        names = ("defaults", "tensors", "layers", "more_layers", "counts")
         fields = {key: self._content[key] for key in names if key in self._content}
-        return Schema.of(f"gguf:{self.architecture}", {"config": METADATA, "layers": "block_count", **fields})
+        return Schema.of(f"gguf:{self.title}", {"config": METADATA, "layers": "block_count", **fields})
 
     @cached_property
     def _in_memory(self) -> dict[str, InMemory]:
@@ -384,7 +415,10 @@ class GgufForm:
     def _table(self) -> dict[str, dict[str, GgufLayout]]:
         origins = ((name, entry.get("from", {})) for name, entry in self._content.get("tensors", {}).items())
         tables = ((name, {origin: {}} if isinstance(origin, str) else origin) for name, origin in origins)
-        return {name: {source: GgufLayout(**fields) for source, fields in table.items()} for name, table in tables}
+        return {
+            PLACEHOLDER.sub(PLACE, name): {source: GgufLayout(**fields) for source, fields in table.items()}
+            for name, table in tables
+        }
 
     @cached_property
     def targets(self) -> dict[str, list[tuple[str, GgufLayout]]]:
@@ -450,6 +484,41 @@ def is_kept_f32(name: str) -> bool:
         "indexer.proj.weight",
     )
     return name.endswith(kept) or not name.endswith(".weight")
+
+
+class MmprojForm(GgufForm):
+    """How llama.cpp has a vision tower and its projector: the fields of ``mmproj``, with their defaults."""
+
+    architecture = "clip"
+    required = ()
+    assumes: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    towers: tuple[str, ...]
+    token_ids: Mapping[str, str] = MappingProxyType({})
+    dtypes: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, family: Mapping[str, Any], class_name: str, model_types: tuple[str, ...]) -> None:
+        tower = {"rope": {"types": ()}, "windows": {}, "defaults": {}, **family["mmproj"]}
+        own = {"gguf": tower, "defaults": {}, "omitted": tower.get("omitted", {})}
+        super().__init__(own, class_name, model_types)
+
+    @property
+    def title(self) -> str:
+        """The type of the projector."""
+        keys = (self.keys.get(name) for name in PROJECTORS)
+        return next(str(key.default) for key in keys if key is not None)
+
+    @property
+    def required_keys(self) -> list[str]:
+        return [name for name, key in self.keys.items() if not key.optional and key.when is None]
+
+    def dtype_of(self, name: str) -> str | None:
+        """Return the dtype of a tensor, as in ``dtypes``, that does not get the requested one, or None."""
+        usual = "F32" if is_kept_f32(name) else None
+        return next((dtype for text, dtype in self.dtypes.items() if fnmatchcase(name, text)), usual)
+
+
+# Keys of the type of the projector; the second in files that have several towers.
+PROJECTORS = ("projector_type", "vision.projector_type")
 
 
 class MlxForm(GgufForm):
@@ -576,7 +645,8 @@ class FamilyFile:
         self.in_mlx = "mlx" in own
         # Types of whole models, which can have another one inside.
         self.mlx_types: tuple[str, ...] = tuple(own.get("mlx", {}).get("types", self.model_types))
-        self.in_gguf = "gguf" in own
+        self.in_gguf, self.in_mmproj = "gguf" in own, "mmproj" in own
+        self.mmproj_classes: tuple[str, ...] = own.get("mmproj", {}).get("classes", ())
         self.gguf_classes: tuple[str, ...] = own.get("gguf", {}).get("classes", ())
         # Of language models, inside another model too.
         self.gguf_types = {*self.model_types, own.get("gguf", {}).get("text_type")} - {None}
@@ -634,6 +704,11 @@ class FamilyFile:
         base = self if self.variant_of is None else family_files()[self.variant_of]
         return GgufForm(_merged(self.name), base.architectures[0], base.model_types)
 
+    @cached_property
+    def mmproj(self) -> MmprojForm:
+        """The vision tower in llama.cpp, if it has the family's."""
+        return MmprojForm(_merged(self.name), self.mmproj_classes[0], self.model_types)
+
 
 @cache
 def family_files() -> dict[str, FamilyFile]:
@@ -645,13 +720,14 @@ def family_files() -> dict[str, FamilyFile]:
 def _merged(name: str) -> _Content:
     """Return the content of a family's file, merged with the family that it is like."""
     own: _Content = read_data(__name__, f"families/{name}.json")
-    if "like" not in own:
-        return own
-    inherited = _merged(own["like"])
-    forms = {key: inherited[key] for key in ("gguf", "mlx") if key in own and key in inherited}
-    base = {key: value for key, value in inherited.items() if key not in _OWN}
+    inherited = _merged(own["like"]) if "like" in own else {}
+    tower = own.get("mmproj", {}).get("like")
+    if tower is not None:
+        inherited = {**inherited, "mmproj": _merged(tower)["mmproj"]}
+    forms = {key: inherited[key] for key in _FORMS if key in own and key in inherited}
+    base = {key: value for key, value in inherited.items() if key not in {*_OWN, *_FORMS}}
     base |= {key: {k: v for k, v in form.items() if k not in _OWN_FORM} for key, form in forms.items()}
-    return _over(base, own)
+    return _over(base, own) if base else own
 
 
 def _over(base: _Content, own: _Content) -> dict[str, Any]:
@@ -798,6 +874,29 @@ def gguf_architectures() -> dict[str, GgufForm]:
     return {family.gguf.architecture: family.gguf for family in named}
 
 
+def mmproj_form(config: Mapping[str, Any] | None) -> MmprojForm | None:
+    """Return the vision tower of the class that a config names, or None if llama.cpp has none."""
+    named = listed_in(config)[:1]
+    families = (each for each in family_files().values() if each.in_mmproj)
+    return next((family.mmproj for family in families if set(named) & {*family.mmproj_classes}), None)
+
+
+@cache
+def _projectors() -> dict[str, MmprojForm]:
+    """Return the vision towers by title."""
+    forms = [family.mmproj for family in family_files().values() if family.in_mmproj]
+    return {form.title: form for form in forms}
+
+
+def gguf_form_of(metadata: Mapping[Any, Any]) -> GgufForm | None:
+    """Return what a file of llama.cpp has: a language model or a vision tower; or None."""
+    if metadata.get(TYPE) == MMPROJ:
+        title = next(filter(None, (metadata.get(f"{MmprojForm.architecture}.{key}") for key in PROJECTORS)), None)
+        return _projectors().get(title) if isinstance(title, str) else None
+    architecture = metadata.get(ARCHITECTURE)
+    return gguf_architectures().get(architecture) if isinstance(architecture, str) else None
+
+
 # ---- for users ----
 
 
@@ -816,7 +915,7 @@ class ModelFamily(NamedTuple):
         engines: True if whole models can be written in the formats of engines, such as "w4a16".
         mlx: True if folders of mlx-lm can be converted to other formats, and written if the family has a class.
         way_back: True if `safeload.convert` makes folders for transformers of GGUF files.
-        mmproj: True if it writes vision and audio towers for llama.cpp; no family has that yet.
+        mmproj: True if `safeload.convert` writes the vision part for llama.cpp too, with ``part="vision"``.
 
     Example:
         >>> import safeload
@@ -856,6 +955,8 @@ def families() -> list[ModelFamily]:
         way_back = bool(gguf) and not family.architectures[0].endswith(("ForConditionalGeneration", "TextModel"))
         names = name, family.about, family.architectures, family.model_types
         listed.append(
-            ModelFamily(*names, family.has_schema, gguf, family.in_engines, family.in_mlx, way_back, mmproj=False)
+            ModelFamily(
+                *names, family.has_schema, gguf, family.in_engines, family.in_mlx, way_back, mmproj=family.in_mmproj
+            )
         )
     return listed

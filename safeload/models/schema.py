@@ -33,6 +33,7 @@ Expressions give integers, and have:
 - ``starts(key, gated)``: 1 if a string starts with the word;
 - ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word, which can be ``'*'`` too;
 - ``at(key, 3)``: the value in layer 3;
+- ``root(key, 256)``: the square root, rounded down; that of 256 if the key is missing;
 - ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
 
 The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
@@ -220,6 +221,8 @@ class Config:
         counted = function == "len" and value is not None  # then the number is not needed
         other: Any = _word(argument) if word else 0 if counted else self._run(argument, layer)
         listed, result, expected = isinstance(value, (list, tuple)), None, "a number"
+        if value is None and function == "root":
+            value = other
         if value is None and function not in ("item", "times"):
             return int(other) if function == "len" else 0
         if function == "len":
@@ -238,6 +241,9 @@ class Config:
             expected = f"a list or a string with item {other}"
         elif function == "starts":
             result, expected = value.startswith(other) if isinstance(value, str) else None, "a string"
+        elif function == "root":
+            result = math.isqrt(value) if isinstance(value, int) and 0 <= value < _LIMIT else None
+            expected = "an integer of at least 0"
         elif isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
             # A product of large numbers is refused as a value beyond 64 bits, before it overflows.
             result = value * other if -_LIMIT < value < _LIMIT else _LIMIT

@@ -69,6 +69,8 @@ def write_folder(folder, model, tensors=None):
     (folder / "config.json").write_text(json.dumps(model["config"]))
     for file in sorted((DATA / model["tokenizer"]).iterdir()):
         shutil.copy(file, folder)
+    for name, content in model.get("files", {}).items():
+        (folder / name).write_text(json.dumps(content))
     safeload.save(tensors_of(model) if tensors is None else tensors, folder / "model.safetensors")
     return folder
 

@@ -23,7 +23,7 @@ CONTENTS = {
 FIELDS = {
     *("about", "like", "without", "config", "layers", "more_layers", "architectures", "model_types"),
     *("formats", "keys", "prefixes", "defaults", "omitted", "counts", "tensors", "parallel", "engines"),
-    *("mlx", "gguf"),
+    *("mlx", "gguf", "mmproj"),
 }
 ENTRY_FIELDS = {"shape", "role", "optional", "when", "tied", "tied_when", "also", "architectures"}
 GGUF_FIELDS = {
@@ -47,7 +47,7 @@ PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at"}
+FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at", "root"}
 
 # The name that messages list first.
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
@@ -114,6 +114,45 @@ def test_the_json_of_a_family_is_well_formed(name):
 def test_a_model_type_is_of_a_single_family():
     listed = [model_type for content in CONTENTS.values() for model_type in content.get("model_types", ())]
     assert [model_type for model_type, count in Counter(listed).items() if count > 1] == []
+
+
+MMPROJ_FIELDS = {
+    *(
+        "like",
+        "classes",
+        "without",
+        "omitted",
+        "keys",
+        "blocks",
+        "towers",
+        "token_ids",
+        "dtypes",
+        "renames",
+        "left_out",
+    ),
+    *("activations", "assumes", "needs", "layers", "counts", "defaults", "tensors"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "mmproj" in content])
+def test_the_tower_of_llama_cpp_is_well_formed(name):
+    own, form = CONTENTS[name]["mmproj"], families.family_files()[name].mmproj
+    assert own.keys() <= MMPROJ_FIELDS
+    for entry in own.get("tensors", {}).values():
+        assert entry.keys() <= ENTRY_FIELDS | {"from"}
+        assert entry["shape"]
+    layouts = [layout for sources in form.layouts.values() for layout in sources.values()]
+    parts = [(key.value, key.each_layer, key.when) for key in form.keys.values()]
+    for text in (
+        *form.needs.values(),
+        *(layout.number for layout in layouts),
+        *(part for each in parts for part in each),
+    ):
+        assert text is None or text.isdigit() or [*keys_of(text)]
+    assert {*form.dtypes.values()} <= {"F32", "F16", "F16 or F32"}
+    assert {form.blocks, "has_vision_encoder", "vision.image_mean"} <= form.keys.keys()
+    for pattern in own.get("dtypes", {}):
+        assert own["dtypes"][pattern] is None or any(fnmatchcase(text, pattern) for text in form.layouts), pattern
 
 
 @pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if "gguf" in content])

@@ -17,13 +17,25 @@ from ...core.files import Location, read_if_there
 from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
-from ...models.diffusion import ARCHITECTURE, SHAPE_KEY, diffusion_models, has_marks, original_shape, prefix_of
+from ...models.diffusion import (
+    ARCHITECTURE,
+    MMPROJ,
+    SHAPE_KEY,
+    TYPE,
+    diffusion_models,
+    has_marks,
+    original_shape,
+    prefix_of,
+)
 from ...models.family import (
     GgufForm,
+    MmprojForm,
     gguf_architectures,
     gguf_form,
     is_kept_f32,
+    mmproj_form,
 )
+from ...models.schema import listed_in
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
 from ..catalog import Catalog, RestructuredCatalog
@@ -41,7 +53,7 @@ from ..forms import (
 )
 from ..recipes import Move, TensorRecipe
 from .sentencepiece import MAX_PIECES
-from .settings import ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of
+from .settings import ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of, settings_of_tower
 from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, skeleton, tokenizer_keys
 from .tokenizer_files import kept_json, tokenizer_files
 
@@ -73,6 +85,8 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, GgufForm]:
     """Return a model with a config, of its own or that of a file of llama.cpp, and the family of both."""
+    if file.metadata.get(TYPE) == MMPROJ:
+        return model, *tower_of(model)
     values = model.config or kept_json(file, _CONFIG)
     architecture = str(file.metadata.get(ARCHITECTURE))
     if not values and architecture in gguf_architectures():
@@ -119,19 +133,15 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         raise error_about(FormatError, text, path=catalog.title, tensor=next(iter(embedding.sources)))
     recipes |= {name: TensorRecipe(array.shape, (), constant=array) for name, array in factors.items()}
     check_tensors({name: recipe.shape for name, recipe in recipes.items()}, settings, rows, catalog.title, form)
-    home = catalog.folder  # with the files beside the weights
-    if home is None:
-        file = catalog.weight_files[0]
-        home = Location(file.files, file.files.split(file.place)[0])
-    files = TokenizerFiles(home)
+    files = TokenizerFiles(_home(catalog))
     tokens = tokenizer_keys(files, config, form, rows)
     recipes, extra = _in_blocks(catalog, recipes, form.architecture) if blocks else (recipes, {})
     pooling = _pooling(files) if form.pooling else None
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
         ARCHITECTURE: form.architecture,
-        "general.type": "model",
-        **_general_keys(files, shapes, config, form),
+        TYPE: "model",
+        **_general_keys(files, shapes, config.values, suppresses=form.suppress_tokens),
         **settings,
         **({} if pooling is None else {f"{form.architecture}.{_POOLING}": gguf.U32(pooling)}),
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
@@ -144,8 +154,92 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
     return RestructuredCatalog(
-        catalog, recipes, metadata=metadata, format="gguf", kept_f32=filter(is_kept_f32, recipes)
+        catalog, recipes, metadata=metadata, format="gguf", fixed=dict.fromkeys(filter(is_kept_f32, recipes), "F32")
     )
+
+
+def _home(catalog: Catalog) -> Location:
+    """Return the folder of the weights."""
+    if catalog.folder is not None:
+        return catalog.folder
+    file = catalog.weight_files[0]
+    return Location(file.files, file.files.split(file.place)[0])
+
+
+# ---- vision towers ----
+
+_PROCESSORS = (("preprocessor_config.json", "media_proc_cfg"), ("processor_config.json", "image_processor"))
+
+
+def tower_of(catalog: Catalog) -> tuple[ModelConfig, MmprojForm]:
+    """Return the config of a model's vision tower, with that of the whole model, and how llama.cpp has the tower."""
+    whole: Mapping[str, Any] = catalog.config or {}
+    form = mmproj_form(whole)
+    if form is None:
+        name = show(next(iter(listed_in(whole)), None))
+        text = f"architecture {name} has no vision part for llama.cpp; `safeload families` lists the models with one"
+        raise UnsupportedError(f"{catalog.title}: {text}")
+    tower, text_form = whole.get("vision_config"), gguf_form(whole)[1]
+    if not isinstance(tower, Mapping):
+        raise FormatError(f"config.json: vision_config must be an object, got {show(tower)}", catalog.title)
+    files = TokenizerFiles(_home(catalog))
+    added = [*files.added_elsewhere, *files.added_in_json] if form.token_ids else []
+    ids = {key: next((token.id for token in added if token.text == text), 0) for key, text in form.token_ids.items()}
+    inner = ModelConfig(whole, catalog.title, text_form).values
+    values = {**tower, "whole": whole, "text": inner, "processor": _processor(files), "token": ids}
+    return ModelConfig(values, catalog.title, form), form
+
+
+def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantized: bool) -> Catalog:
+    """Return the tensors and metadata of a model's vision tower as llama.cpp's converter writes them.
+
+    Args:
+        target: the dtype of the file; None leaves floats unchanged.
+        quantized: True for a file of q8_0.
+    """
+    config, form = tower_of(catalog)
+    catalog.refuse_codes(catalog, "convert for llama.cpp")
+    settings = settings_of_tower(config, form)
+    laid = laid_out(catalog, config, form)
+    laid.tell(catalog.title)
+    refuse_unknown(laid.unknown, catalog.title, form.holder)
+    shapes = {name: recipe.shape for name, recipe in laid.recipes.items()}
+    check_tensors(shapes, settings, None, catalog.title, form)
+    own = {name: _dtype_of(catalog, recipe, target) for name, recipe in laid.recipes.items()}
+    fixed = {}
+    for name, dtype in ((name, form.dtype_of(name)) for name in own):
+        if dtype is not None:
+            fixed[name] = dtype if dtype in dtypes.BY_CODE else "F32" if quantized or own[name] != "F16" else "F16"
+    first = next((own[name] for name, shape in shapes.items() if len(shape) > 1), "F16")
+    number = mixtures.number_of("q8_0" if quantized else dtypes.BY_CODE[first].name)
+    metadata = {
+        ARCHITECTURE: form.architecture,
+        TYPE: MMPROJ,
+        **_general_keys(TokenizerFiles(_home(catalog)), shapes, config.whole["whole"], suppresses=False),
+        **({} if number is None else {mixtures.FILE_TYPE: gguf.U32(number)}),
+        **settings,
+        mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+    }
+    return RestructuredCatalog(catalog, laid.recipes, metadata=metadata, format="gguf", fixed=fixed)
+
+
+def _dtype_of(catalog: Catalog, recipe: TensorRecipe, target: dtypes.Dtype | None) -> str:
+    """Return the code of the dtype that a tensor gets if the converter has no other for it."""
+    about = catalog.about(recipe.moves[0].source)
+    return about.row.code if target is None and not about.quantized else "BF16" if target is None else target.code
+
+
+def _processor(files: TokenizerFiles) -> dict[str, Any]:
+    """Return the settings of a model's image processor."""
+    settings: dict[str, Any] = {}
+    for name, key in _PROCESSORS:
+        content = read_if_there((files.folder / name).path, name, files.folder.files) or {}
+        inner = content.get(key)
+        settings |= {**content, **(inner if isinstance(inner, Mapping) else {})}
+    for key in ("image_mean", "image_std"):
+        if key not in settings:
+            raise files.fault(_PROCESSORS[0][0], f"{key} is missing, which llama.cpp needs to prepare images")
+    return settings
 
 
 # ---- codes that stay as they are ----
@@ -232,11 +326,11 @@ def _factors(catalog: Catalog, recipe: TensorRecipe) -> Iterable[tuple[Array, Ar
 
 
 def _general_keys(
-    files: TokenizerFiles, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, form: GgufForm
+    files: TokenizerFiles, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, suppresses: bool
 ) -> dict[str, Any]:
     """Return the general keys of a model, with its name for people as llama.cpp's converter writes it."""
     name = files.folder.shown.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    named = config.values.get("_name_or_path")
+    named = config.get("_name_or_path")
     if isinstance(named, str) and named and named.count("/") <= 1:
         name = named.rpartition("/")[2]
     keys: dict[str, Any] = {}
@@ -247,7 +341,7 @@ def _general_keys(
             if isinstance(value, bool) or not isinstance(value, numbers) or not abs(value) < 1 << 31:
                 raise files.fault(GENERATION, f"{names[-1]} must be a number, got {show(value)}")
             keys[f"general.sampling.{key}"] = kind(value)
-    tokens = files.generation.get("suppress_tokens") if form.suppress_tokens else None
+    tokens = files.generation.get("suppress_tokens") if suppresses else None
     if tokens:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < MAX_PIECES for token in tokens):
             raise files.fault(GENERATION, f"suppress_tokens must be a list of ids, got {show(tokens)}")
@@ -356,7 +450,7 @@ def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], confi
 
 
 def check_tensors(
-    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int, title: str, form: GgufForm
+    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[Any, Any], tokens: int | None, title: str, form: GgufForm
 ) -> None:
     """Compare the tensors of a file with those that llama.cpp expects."""
     try:
@@ -368,7 +462,7 @@ def check_tensors(
         raise FormatError(f"tensors are missing: llama.cpp needs {some_of(missing)}", title, tensor=missing[0])
     for name, shape in shapes.items():
         if name not in expected:
-            raise UnsupportedError(f"{title}: llama.cpp's {form.architecture} has no tensor {show(name)}", tensor=name)
+            raise UnsupportedError(f"{title}: {form.holder} has no tensor {show(name)}", tensor=name)
         sizes = expected[name].shape
         needed = shape if sizes is None else sizes
         if len(shape) != len(needed) or any(b not in (None, a) for a, b in zip(shape, needed, strict=True)):
@@ -437,8 +531,8 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
             text = f"is {about.dtype}, but ComfyUI loads only floating-point numbers from GGUF"
             raise error_about(UnsupportedError, f"{text}; raw=True writes the tensors as they are", tensor=name)
         recipes[bare] = TensorRecipe(shape, (Move(name),), dtype=dtype)
-    kept = [name for name, recipe in recipes.items() if recipe.dtype == "F32"]
-    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", kept_f32=kept)
+    kept = dict.fromkeys((name for name, recipe in recipes.items() if recipe.dtype == "F32"), "F32")
+    return RestructuredCatalog(catalog, recipes, metadata=metadata, format="gguf", fixed=kept)
 
 
 def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:

@@ -25,6 +25,7 @@ from ...models.family import (
     BOOL,
     BOOLS,
     F32,
+    FLOATS,
     METADATA,
     NUMBERS,
     PLACE,
@@ -33,6 +34,7 @@ from ...models.family import (
     USUAL_BASE,
     GgufForm,
     GgufKey,
+    MmprojForm,
     gguf_architectures,
     gguf_forms,
 )
@@ -95,6 +97,8 @@ class ModelConfig:
         self._title = title
         self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
         self._defaults = form.defaults if form is not None else {}
+        self._blocks = form.blocks if form is not None else "block_count"
+        self._rotates = form is None or bool(form.rope.types)
         for key, usual in form.omitted.items() if form is not None else ():
             name = "rope_scaling" if key == "rope_parameters" and "rope_scaling" in self.values else key  # older name
             if name not in self.values or (isinstance(usual, str) and self.values[key] is None):
@@ -116,7 +120,7 @@ class ModelConfig:
     @cached_property
     def _expressions(self) -> Config:
         # Expressions find the settings of rotations below "rope", wherever they stand in a config.
-        return Config({**self.values, "rope": self.rope.full}, self._defaults)
+        return Config({**self.values, "rope": self.rope.full if self._rotates else {}}, self._defaults)
 
     def fault(self, text: str) -> FormatError:
         return FormatError(f"config.json: {text}", self._title)
@@ -144,7 +148,7 @@ class ModelConfig:
 
     def holds(self, condition: str) -> bool:
         """Return True if an expression is not 0, in every layer if it depends on the layer."""
-        layers = range(min(self.size("block_count"), MAX_LAYERS)) if self._expressions.varies(condition) else (None,)
+        layers = range(min(self.size(self._blocks), MAX_LAYERS)) if self._expressions.varies(condition) else (None,)
         return all(self.integer(condition, layer) for layer in layers)
 
     def shape(self, expressions: Sequence[str], total: int) -> tuple[int, ...]:
@@ -248,22 +252,7 @@ class ModelConfig:
 
 def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the metadata of a model in types of GGUF, and the tensors that hold settings: factors of rotations."""
-    activation = config.find(form.activations["config"])
-    if activation is not None and activation not in form.activations["values"]:
-        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.architecture}")
-    for setting, allowed in form.assumes.items():
-        value = config.find((setting,))
-        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
-            expected = " or ".join(show([] if item == () else item) for item in allowed)
-            raise config.unsupported(
-                f"{setting} is {show(value)}, but llama.cpp computes {form.architecture} as with {expected}"
-            )
-    for text, condition in form.needs.items():
-        if not config.holds(condition):
-            for name in _NAMES.findall(text):
-                value = form.architecture if name == "architecture" else show(config.find((name,)))
-                text = text.replace(f"{{{name}}}", value)
-            raise config.unsupported(text)
+    _refuse_other_settings(config, form)
     _check_layers(config, form)
     _check_windows(config, form)
     scale = config.values.get("query_pre_attn_scalar", form.defaults.get("query_pre_attn_scalar"))
@@ -277,6 +266,32 @@ def settings_of(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], di
     for name, value in config.rope.keys(form) if form.rope.types else ():
         metadata.setdefault(f"rope.{name}", value)
     return {f"{form.architecture}.{name}": value for name, value in metadata.items()}, rotation_factors(config, form)
+
+
+def settings_of_tower(config: ModelConfig, form: MmprojForm) -> dict[str, Any]:
+    """Return the metadata of a vision tower in types of GGUF, in the order of llama.cpp's converter."""
+    _refuse_other_settings(config, form)
+    stated = ((name, _setting(config, key)) for name, key in form.keys.items())
+    return {f"{form.architecture}.{name}": value for name, value in stated if value is not None}
+
+
+def _refuse_other_settings(config: ModelConfig, form: GgufForm) -> None:
+    """Refuse values of a config with which llama.cpp does not compute."""
+    activation = config.find(form.activations["config"])
+    if activation is not None and activation not in form.activations["values"]:
+        raise config.unsupported(f"llama.cpp has no activation {show(activation)} for {form.title}")
+    for setting, allowed in form.assumes.items():
+        value = config.find((setting,))
+        if value is not None and (tuple(value) if isinstance(value, list) else value) not in allowed:
+            expected = " or ".join(show([] if item == () else item) for item in allowed)
+            name = setting.removeprefix("whole.")
+            raise config.unsupported(f"{name} is {show(value)}, but llama.cpp computes {form.title} as with {expected}")
+    for text, condition in form.needs.items():
+        if not config.holds(condition):
+            for name in _NAMES.findall(text):
+                value = form.architecture if name == "architecture" else show(config.find((name,)))
+                text = text.replace(f"{{{name}}}", value)
+            raise config.unsupported(text)
 
 
 def rotation_factors(config: ModelConfig, form: GgufForm) -> dict[str, Array]:
@@ -325,6 +340,8 @@ def _typed(config: ModelConfig, kind: str, value: Any, name: str, *, times: floa
         raise config.fault(f"{name} must be true or false, got {show(value)}")
     if kind == TEXT and isinstance(value, str):
         return value
+    if kind == FLOATS and isinstance(value, (list, tuple)) and 0 < len(value) <= MAX_LAYERS:
+        return np.array([config.number(item, name) for item in value], np.float32)
     listed = kind == NUMBERS and isinstance(value, (list, tuple)) and len(value) <= (size or MAX_LAYERS)
     if listed and all(type(item) is int and abs(item) <= _MAX_I32 for item in value):
         return np.array([*value, *[0] * (size - len(value))], np.int32)

@@ -338,6 +338,148 @@ _NEMOTRON_H_MTP = {
     "mtp.layers.1.mixer.fc2_latent_proj.weight": [64, 32],
 }
 
+# Towers with all that llama.cpp's file of one can have; the converter finds mm.2 only below the number of layers.
+_QWEN_VISION = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48, "out_hidden_size": 64}
+_QWEN_3_VISION = {**_QWEN_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16}
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7,
+}  # fmt: skip
+_GEMMA_4_VISION = {**_SIGLIP, "patch_size": 4, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 10}
+_PIXTRAL = {
+    **_SIGLIP,
+    "num_hidden_layers": 3,
+    "model_type": "pixtral",
+    "head_dim": 16,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_CLIP_MEAN = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
+_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_PROCESSOR = "preprocessor_config.json"
+_ONE_LAYER = {"num_hidden_layers": 1}
+
+# Models with a tower: class of the model and of the config, tokenizer, arguments of the config, and files beside.
+VISION = {
+    "qwen2_vl": (
+        transformers.Qwen2VLForConditionalGeneration,
+        transformers.Qwen2VLConfig,
+        "qwen2",
+        {
+            "text_config": {**_ONE_LAYER, "rope_parameters": _MROPE},
+            "vision_config": {
+                "depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2,
+            },
+        },
+        {_PROCESSOR: _CLIP_MEAN, "generation_config.json": {"top_k": 1, "temperature": 0.01}},
+    ),
+    "qwen2_5_vl": (
+        transformers.Qwen2_5_VLForConditionalGeneration,
+        transformers.Qwen2_5_VLConfig,
+        "qwen2",
+        {
+            "text_config": {**_ONE_LAYER, "rope_parameters": _MROPE},
+            "vision_config": {**_QWEN_VISION, "depth": 4, "fullatt_block_indexes": [1, 3]},
+        },
+        {_PROCESSOR: _HALF, "processor_config.json": {"image_processor": _CLIP_MEAN}},
+    ),
+    "qwen3_vl": (
+        transformers.Qwen3VLForConditionalGeneration,
+        transformers.Qwen3VLConfig,
+        "qwen2",
+        {"text_config": {**_ONE_LAYER, **_INTERLEAVED, "rms_norm_eps": 1e-5}, "vision_config": _QWEN_3_VISION},
+        {_PROCESSOR: _HALF},
+    ),
+    "qwen3_vl_moe": (
+        transformers.Qwen3VLMoeForConditionalGeneration,
+        transformers.Qwen3VLMoeConfig,
+        "qwen2",
+        {
+            "text_config": {
+                **_ONE_LAYER, **_INTERLEAVED, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 48,
+            },
+            "vision_config": {**_QWEN_3_VISION, "spatial_merge_size": 1},
+        },
+        {_PROCESSOR: {"media_proc_cfg": _HALF}},
+    ),
+    "qwen3_5": (
+        transformers.Qwen3_5ForConditionalGeneration,
+        transformers.Qwen3_5Config,
+        "qwen2",
+        {
+            "text_config": {**_ONE_LAYER, **_DELTA_NET},
+            "vision_config": {**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16},
+        },
+        {_PROCESSOR: _HALF},
+    ),
+    "gemma3": (
+        transformers.Gemma3ForConditionalGeneration,
+        transformers.Gemma3Config,
+        "gemma",
+        {"text_config": _ONE_LAYER, "mm_tokens_per_image": 4, "vision_config": {**_SIGLIP, "vision_use_head": False}},
+        {_PROCESSOR: {**_HALF, "image_seq_length": 4}},
+    ),
+    "gemma4": (
+        transformers.Gemma4ForConditionalGeneration,
+        transformers.Gemma4Config,
+        "gemma4",
+        {
+            "text_config": {**_ONE_LAYER, "hidden_size_per_layer_input": 0},
+            "vision_config": {**_GEMMA_4_VISION, "standardize": True, "use_clipped_linears": True},
+        },
+        {_PROCESSOR: _HALF},
+    ),
+    "gemma4_audio": (
+        transformers.Gemma4ForConditionalGeneration,
+        transformers.Gemma4Config,
+        "gemma4",
+        {
+            "text_config": {**_ONE_LAYER, "hidden_size_per_layer_input": 0},
+            "vision_config": {**_GEMMA_4_VISION, "num_hidden_layers": 1},
+            "audio_config": {
+                "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 64,
+                "subsampling_conv_channels": [8, 4],
+            },
+        },
+        {_PROCESSOR: _HALF},
+    ),
+    "gemma4_plain": (
+        transformers.Gemma4ForConditionalGeneration,
+        transformers.Gemma4Config,
+        "gemma4",
+        {"text_config": {**_ONE_LAYER, "hidden_size_per_layer_input": 0}, "vision_config": _GEMMA_4_VISION},
+        {_PROCESSOR: _HALF},
+    ),
+    "llava": (
+        transformers.LlavaForConditionalGeneration,
+        transformers.LlavaConfig,
+        "tekken",
+        {
+            "text_config": {**_ONE_LAYER, "model_type": "mistral"}, "vision_config": {**_PIXTRAL, "hidden_act": "silu"},
+            "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        },
+        {
+            _PROCESSOR: _CLIP_MEAN,
+            "tokenizer_config.json": {"added_tokens_decoder": {"12": {"content": "[IMG_BREAK]", "special": True}}},
+        },
+    ),
+    "mistral3": (
+        transformers.Mistral3ForConditionalGeneration,
+        transformers.Mistral3Config,
+        "tekken",
+        {"text_config": {**_ONE_LAYER, "model_type": "mistral"}, "vision_config": _PIXTRAL},
+        {
+            _PROCESSOR: _CLIP_MEAN,
+            "tokenizer.json": {"added_tokens": [{"id": 12, "content": "[IMG_BREAK]", "special": True}]},
+            "tokenizer_config.json": {},
+        },
+    ),
+}  # fmt: skip
+# The names in published files, which transformers 5 loads and no longer writes.
+_PUBLISHED_NAMES = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
+
 # Class of the model and of the config, tokenizer, arguments of the config; then, if published files differ from what
 # transformers writes, keys of their config (None for an absent key) and more tensors.
 MODELS = {
@@ -1071,10 +1213,10 @@ def packed(shapes, method):
     return result
 
 
-def config_of(name):
+def config_of(name, table=None):
     """Return config and tensor shapes of a model, as transformers writes them."""
     base, codes, quantization = PACKED.get(name, (name, {}, {}))
-    model_class, config_class, tokenizer, settings, *published = MODELS[base]
+    model_class, config_class, tokenizer, settings, *published = MODELS[base] if table is None else table[name][:4]
     settings = {**settings, **codes}
     has = config_class.__dataclass_fields__.keys() | config_class.attribute_map.keys()
     inner = settings.get("text_config")  # of a model of text and images; with its sizes, it has all keys to publish
@@ -1099,6 +1241,9 @@ def config_of(name):
             shapes |= {f"{experts}gate_up_proj": [3, 96, 64], f"{experts}down_proj": [3, 64, 48]}
     if name == "bert_model":  # neither program keeps the pooler
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("pooler.")}
+    if table is VISION:
+        begin, other = _PUBLISHED_NAMES.get(name, ("", ""))
+        shapes = {other * key.startswith(begin) + key.removeprefix(begin): shape for key, shape in shapes.items()}
     for tensor in shapes:
         if name in _TRANSPOSED and ".mlp.experts." in tensor:
             shapes[tensor][1:] = shapes[tensor][:0:-1]
@@ -1162,6 +1307,21 @@ def reference(converter, folder, path, options=(), *, raw=False, outtype="f32"):
     assert result.returncode == 0, result.stderr
 
 
+def vision(converter, name):
+    """Return a model with a tower, and what the converter makes of this tower for each of its types."""
+    config, shapes = config_of(name, VISION)
+    entry = {"config": config, "tokenizer": VISION[name][2], "tensors": shapes, "files": VISION[name][4]}
+    entry["digests"] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source = llama_models.write_folder(Path(folder) / name, entry)
+        for outtype in ("bf16", "f16", "q8_0", "f32"):
+            path = Path(folder) / "reference.gguf"
+            reference(converter, source, path, ["--mmproj"], outtype=outtype)
+            entry["digests"][outtype] = llama_models.digest(path.read_bytes())
+        entry["reference"] = llama_models.described(path)
+    return entry
+
+
 def _text(path):
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -1187,6 +1347,10 @@ def main(converter, names):
             entries[name] = entry
         lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in made if name in entries]
         (HERE / file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    entries = llama_models.listed("vision.json") if names else {}
+    entries |= {name: vision(converter, name) for name in VISION if not names or f"vision:{name}" in names}
+    lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in VISION if name in entries]
+    (HERE / "vision.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
