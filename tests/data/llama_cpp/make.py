@@ -1135,8 +1135,16 @@ MODELS["falcon_new"] = (
 MODELS["gpt_bigcode"] = (transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig, "qwen2", {})
 
 _STACK = 'self._stack_qk_norm(bid, n_{0}head, self._{1}_norms[bid], "{1}_layernorm")'
-# The converter reads a key that transformers 5 has under another name, and loses the norms of q and k.
+# The converter reads a key that transformers 5 has under another name, and loses the norms of q and k. From a model of
+# text and images it drops the embedding, and so that of [IMG_BREAK], without which llama.cpp does not load Pixtral.
+_KEEPS_EMBEDDING = """    use_break_tok, img_break_tok_id = True, -1
+
+    @classmethod
+    def filter_tensors(cls, item):
+        return item if item[0].endswith("embed_tokens.weight") else super().filter_tensors(item)
+"""
 _REPAIRS = {
+    "llava.py": {"    img_break_tok_id = -1\n    use_break_tok = True\n": _KEEPS_EMBEDDING},
     "gptneox.py": {'self.hparams["rotary_pct"]': 'self.rope_parameters["partial_rotary_factor"]'},
     "stablelm.py": {
         f"return {stack}": f"return (yield from {stack})"
