@@ -79,6 +79,10 @@ def digest(data):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+# Tensors of which torch computes functions that are not exact.
+INEXACT = ("ssm_a", "per_dim_scale.weight")
+
+
 def comparable(value):
     """A value of GGUF metadata as JSON holds it: its type, and a digest of a long value."""
     kind = type(value).__name__.lower()
@@ -107,12 +111,22 @@ def described(path):
                 ]
                 continue
             array = np.ascontiguousarray(array)
-            content = array.view(np.int32).ravel().tolist() if name.endswith("ssm_a") else digest(array.tobytes())
+            content = array.view(np.int32).ravel().tolist() if name.endswith(INEXACT) else digest(array.tobytes())
             tensors[name] = [str(array.dtype), list(array.shape), content]
         content = path.read_bytes() if file.ignored else b""
         for name, part in file.ignored.items():  # factors of activations
             tensors[name] = [part.row.code, list(part.shape), digest(content[part.begin : part.end])]
     return {"metadata": metadata, "tensors": tensors}
+
+
+def digest_of(path):
+    """The digest of a GGUF file, without the values that torch does not compute exactly."""
+    content = bytearray(path.read_bytes())
+    with safeload.open(path) as file:
+        for name, tensor in file.tensors.items():
+            if name.endswith(INEXACT):
+                content[tensor.offset : tensor.offset + tensor.nbytes] = bytes(tensor.nbytes)
+    return digest(content)
 
 
 def without_last_bits(tensors, reference):

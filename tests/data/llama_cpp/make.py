@@ -1325,7 +1325,7 @@ def vision(converter, name):
         for outtype in ("bf16", "f16", "q8_0", "f32"):
             path = Path(folder) / "reference.gguf"
             reference(converter, source, path, ["--mmproj"], outtype=outtype)
-            entry["digests"][outtype] = llama_models.digest(path.read_bytes())
+            entry["digests"][outtype] = llama_models.digest_of(path)
         entry["reference"] = llama_models.described(path)
     return entry
 
