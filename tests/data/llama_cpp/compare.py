@@ -1,15 +1,20 @@
 """Compare llama.cpp with transformers on converted models: logits in f32 and bf16, and the tokens of 50 texts.
 
+Of models with a vision tower, llama.cpp loads both parts and reads a picture.
+
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER              # all models
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER qwen3 phi3   # some models
 
 Needs transformers, torch, tokenizers, sentencepiece, mistral-common and xllamacpp.
 """
 
+import base64
 import functools
 import json
 import shutil
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +146,46 @@ def compare(name, entry, folder):
         assert value < limit, (name, dtype, value)
 
 
+# Models whose language model of a single layer llama.cpp runs, with a template for pictures.
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "gemma3")
+
+
+def picture(width, height):
+    """A colored PNG as a data URL."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes((7 * x + 3 * y) % 256 for x in range(3 * width)) for y in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def look(name, folder):
+    """Let llama.cpp complete a text about a picture, with the tower in each type."""
+    import xllamacpp
+
+    source = llama_models.write_folder(folder / f"{name}-tower", llama_models.listed("vision.json")[name])
+    safeload.convert(source, folder / f"{name}-text.gguf", dtype="float32")
+    for options in ({"dtype": "float32"}, {"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "q8_0"}):
+        safeload.convert(source, folder / f"{name}-mmproj.gguf", part="vision", overwrite=True, **options)
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path, parameters.mmproj.path = (
+            str(folder / f"{name}-{part}.gguf") for part in ("text", "mmproj")
+        )
+        parameters.n_ctx, parameters.n_parallel, parameters.warmup, parameters.mmproj_use_gpu = 512, 1, False, False
+        content = [
+            {"type": "text", "text": "a"},
+            {"type": "image_url", "image_url": {"url": picture(32, 32)}},
+        ]
+        request = {"max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+        answer = xllamacpp.Server(parameters).handle_chat_completions(request)
+        assert answer.get("choices"), (name, options, answer)
+        print(f"{name} tower {options}: {answer['usage']['prompt_tokens']} tokens")
+
+
 def main(place, *names):
     folder = Path(place)
     shutil.rmtree(folder, ignore_errors=True)
@@ -150,6 +195,8 @@ def main(place, *names):
         compare_cuts(row, folder)
     for name in names or (name for name in models if not name.endswith("_model")):  # which has no head
         compare(name, models[name], folder)
+    for name in () if names else TOWERS:
+        look(name, folder)
 
 
 if __name__ == "__main__":
