@@ -200,6 +200,8 @@ def _check_part(options: ConvertOptions, format: str, path: str) -> None:
         raise ValueError(f"part= selects a part of a model for llama.cpp, a .gguf file, but {show(path)} is {format}")
     if options["raw"]:
         raise ValueError("part= selects a part of a model for llama.cpp, and raw=True writes the tensors as they are")
+    if part == "vision" and options["imatrix"] is not None:
+        raise ValueError("imatrix= has the importance of columns of the text part, and part= selects the vision part")
     if part == "vision" and quantize is not None and str(quantize).lower() != TOWER_SCHEME:
         text = f"llama.cpp's converter writes vision parts as float32, float16, bfloat16 or {TOWER_SCHEME}, not as "
         raise UnsupportedError(f"{text}{show(quantize)}; pass quantize= for the text part alone")

@@ -173,6 +173,8 @@ def test_part_is_one_of_two_and_needs_a_model(folder, tmp_path):
         safeload.convert({"w": np.ones(2, np.float32)}, tmp_path / "x.gguf", part="vision")
     with pytest.raises(ValueError, match="raw=True writes the tensors as they are"):
         safeload.convert(tmp_path / "qwen2_vl", tmp_path / "x.gguf", part="text", raw=True)
+    with pytest.raises(ValueError, match="imatrix= has the importance of columns of the text part"):
+        vision(tmp_path / "qwen2_vl", tmp_path / "x.gguf", quantize="q8_0", imatrix=tmp_path / "i.gguf")
     path = vision(tmp_path / "qwen2_vl", tmp_path / "x.gguf")
     with pytest.raises(ValueError, match="is a GGUF file already"):
         safeload.convert(path, tmp_path / "y.gguf", part="vision")

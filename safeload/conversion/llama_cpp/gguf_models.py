@@ -198,11 +198,11 @@ def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantiz
         quantized: True for a file of q8_0.
     """
     config, form = tower_of(catalog)
-    catalog.refuse_codes(catalog, "convert for llama.cpp")
     settings = settings_of_tower(config, form)
     laid = laid_out(catalog, config, form)
     laid.tell(catalog.title)
     refuse_unknown(laid.unknown, catalog.title, form.holder)
+    catalog.refuse_codes([name for recipe in laid.recipes.values() for name in recipe.sources], "convert for llama.cpp")
     shapes = {name: recipe.shape for name, recipe in laid.recipes.items()}
     check_tensors(shapes, settings, None, catalog.title, form)
     own = {name: _dtype_of(catalog, recipe, target) for name, recipe in laid.recipes.items()}
