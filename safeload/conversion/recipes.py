@@ -114,7 +114,8 @@ def _log_of_negative(array: Array) -> Array:
 
 
 def _softplus(array: Array) -> Array:
-    return np.logaddexp(0, array.astype(np.float64)).astype(np.float32)
+    values: Array = np.logaddexp(0, array.astype(np.float64))
+    return values.astype(np.float32)
 
 
 def _log_of_expm1(array: Array) -> Array:
