@@ -99,7 +99,9 @@ class Arrangement(NamedTuple):
             array = _FUNCTIONS[self.function][0](array)
         array = array + np.float32(self.shift)
         if self.function is not None and self.inverse:
-            array = _FUNCTIONS[self.function][1](array)
+            inverse = _FUNCTIONS[self.function][1]
+            assert inverse is not None
+            array = inverse(array)
         return astype(np.ascontiguousarray(array), row.name, threads=threads)
 
 
@@ -114,19 +116,14 @@ def _log_of_negative(array: Array) -> Array:
 
 
 def _softplus(array: Array) -> Array:
-    values: Array = np.logaddexp(0, array.astype(np.float64))
-    return values.astype(np.float32)
+    values: Array = np.logaddexp(0, array.astype(np.float64)).astype(np.float32)
+    return values
 
 
-def _log_of_expm1(array: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return (array + np.log(-np.expm1(-array.astype(np.float64)))).astype(np.float32)
-
-
-# Functions of values, with their inverse; computed in float64 and rounded once.
-_FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
+# Functions of values, with their inverse if such files have a way back; computed in float64 and rounded once.
+_FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array] | None]] = {
     "negative_exp": (_negative_exp, _log_of_negative),
-    "softplus": (_softplus, _log_of_expm1),
+    "softplus": (_softplus, None),
 }
 
 
