@@ -221,7 +221,7 @@ def from_mlx(catalog: Catalog) -> Catalog:
         "architectures": [*listed_in(config), form.class_name][:1],
     }
     if prefix:
-        config = config_of_text(catalog, form, config)
+        config, form = config_of_text(catalog, form, config), form.of_text
     bare = {
         name.removeprefix(prefix): TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in catalog
     }

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.text import error_about, plural, show, warning
 from ..errors import FormatError, UnsupportedError
+from ..models.choosing import TIE
 from ..models.family import (
     PLACE,
     GgufForm,
@@ -71,6 +72,7 @@ def text_form_of(
 ) -> GgufForm:
     """Return the family of a language model without its towers: a class with a head and the given end."""
     form = gguf_form({"model_type": model_type})[1] or form
+    form = form.of_text
     if not form.class_name.endswith(end) or form.class_name.endswith("TextModel"):
         text = f"the file has the language model of {name}, which has no class of its own in transformers"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
@@ -82,10 +84,24 @@ def config_of_text(catalog: Catalog, form: GgufForm, config: Mapping[str, Any]) 
     inner, name = language_of(config), next(iter(config["architectures"]), None)
     model_type = None if inner is config else inner.get("model_type")
     text_form = text_form_of(catalog, form, name, model_type)
-    if inner is config:
+    if inner is config and form.of_text is form:
         return {**config}
     plain = {k: v for k, v in inner.items() if not isinstance(v, Mapping) or "rope" in k or k == "per_layer_config"}
-    return {**plain, "architectures": [text_form.class_name], "model_type": text_form.model_type}
+    plain = with_rotations_of(text_form, plain, form)
+    outer = config.get(TIE)  # which counts for the whole model
+    tied = {TIE: outer} if isinstance(outer, bool) else {}
+    return {**plain, **tied, "architectures": [text_form.class_name], "model_type": text_form.model_type}
+
+
+def with_rotations_of(text_form: GgufForm, config: Mapping[str, Any], form: GgufForm) -> dict[str, Any]:
+    """Return a config without the rope parameters for images, which the family of the language model does not have."""
+    lost = {*form.rope.parameters} - {*text_form.rope.parameters}
+    result = {**config}
+    for key in ("rope_parameters", "rope_scaling") if lost else ():
+        if isinstance(rope := config.get(key), Mapping):
+            kept = {name: value for name, value in rope.items() if name not in lost}
+            result[key] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+    return result
 
 
 class LaidOut(NamedTuple):

@@ -28,7 +28,8 @@ The fields of ``gguf``:
 
 - ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower. The
   ``model_type`` of the inner language model chooses the family: one of this architecture, or else any.
-  ``text_type``: that of the language model, if it has another class of its own.
+  ``text_type``: that of the language model, if it has another class of its own. ``text_family``: the family with a
+  head that computes texts alike, if transformers has no class with a head for the language model alone.
 - ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; later layers, such as
@@ -37,8 +38,7 @@ The fields of ``gguf``:
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
   the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
-  ``says_all``: false if no config can be made from the keys of a file.
-- ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
+  - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``, with ``null`` if a config made from a file without the key must have null there. Or
   ``value``, an integer expression over the config and the ``defaults`` of the family, while ``config`` is for the way
@@ -64,14 +64,15 @@ The fields of ``gguf``:
   that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
 - ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not, or in
   a layer. In the text, ``{key}`` is a value of the config, and ``{architecture}`` that of llama.cpp.
-- ``computed``: keys of a config made from a file, each an expression over the sizes of the file; or an object with this
-  ``value``, for each of the ``each_layer`` layers an item of ``values``.
+- ``computed``: keys of a config made from a file, each an expression over the sizes of the file, of which
+  ``tensors.attn_v.weight`` is the number of layers with this tensor; or an object with this ``value``, which numbers an
+  item of ``values``; with ``each_layer``, it is a list with an item for each of so many layers.
 - ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others in
   ``layer_types``; ``written``, the key that says which layers have one; or ``ignored``, true if llama.cpp attends to
   all positions. ``also_full``: items of ``layer_types`` for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
 - ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
-  config made from a file, by key: a tensor, the value without it and the value with it.
+  config made from a file, by key: a tensor or a pattern, the value without it and the value with it.
 - ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
   ``end_of_turn_listed``: true if it is the first of several ends in ``generation_config.json``. ``end_of_text``: a
   token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
@@ -282,6 +283,7 @@ class GgufForm:
     assumes: Mapping[str, tuple[Any, ...]]
     activations: Mapping[str, tuple[str, ...]]
     text_type: str
+    text_family: str | None = None
     renames: Mapping[str, tuple[str, str]] = MappingProxyType({})
     left_out: Mapping[str, str] = MappingProxyType({})
     counted: Mapping[str, str] = MappingProxyType({})
@@ -294,7 +296,6 @@ class GgufForm:
     restores: tuple[str, ...] = ()
     chosen_by: str | None = None
     when: str | None = None
-    says_all = True
     add_space_prefix = True
     tokens: Mapping[str, int] = MappingProxyType({})
     end_of_turn: str | None = None
@@ -340,6 +341,11 @@ class GgufForm:
         """The keys of the model, without the architecture, that llama.cpp refuses a file without."""
         epsilons = [name for name, key in self.keys.items() if name.endswith("_epsilon") and not key.optional]
         return ["context_length", *epsilons, *SIZES, *self.required]
+
+    @property
+    def of_text(self) -> GgufForm:
+        """The form of the family as which a language model comes back."""
+        return self if self.text_family is None else family_files()[self.text_family].gguf
 
     @property
     def embedding(self) -> str:
@@ -442,7 +448,8 @@ class GgufForm:
         """Return the integers of a file's metadata, and lists by layer, under the names of its schema."""
         values: list[tuple[str, Any]]
         values = [(key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys]
-        integers = [(key, value) for key, value in values if isinstance(value, int) and not isinstance(value, bool)]
+        numbers = ((key, of_all_layers(value)) for key, value in values)
+        integers = [(key, value) for key, value in numbers if isinstance(value, int) and not isinstance(value, bool)]
         sizes: dict[str, Any] = {key: int(value) for key, value in integers}
         for key, value in values:
             items = value.tolist() if self.can_be_list(key) and hasattr(value, "tolist") else None
@@ -457,6 +464,13 @@ class GgufForm:
         # Some files have the projections of q, k and v in a single matrix.
         sizes["attn_qkv"] = int(any(name.endswith(".attn_qkv.weight") for name in names))
         return sizes
+
+
+def of_all_layers(value: Any) -> Any:
+    """Return the integer that an array has for every layer, or else the value of a key."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value.flat[0]).all():
+        return int(value.flat[0])
+    return value
 
 
 def without_numbers(name: str) -> tuple[str, list[str]]:
@@ -545,6 +559,10 @@ class MlxForm(GgufForm):
     @property
     def holder(self) -> str:
         return self.engine
+
+    @property
+    def of_text(self) -> MlxForm:
+        return self if self.text_family is None else family_files()[self.text_family].mlx
 
     @property
     def embedding(self) -> str:
@@ -951,12 +969,10 @@ def families() -> list[ModelFamily]:
         if family.variant_of is not None:
             continue
         gguf = family.gguf.architecture if family.in_gguf else ""
-        # A file has the language model of a wrapper, which may have no class of its own.
-        way_back = bool(gguf) and not family.architectures[0].endswith(("ForConditionalGeneration", "TextModel"))
         names = name, family.about, family.architectures, family.model_types
         listed.append(
             ModelFamily(
-                *names, family.has_schema, gguf, family.in_engines, family.in_mlx, way_back, mmproj=family.in_mmproj
+                *names, family.has_schema, gguf, family.in_engines, family.in_mlx, bool(gguf), mmproj=family.in_mmproj
             )
         )
     return listed

@@ -29,6 +29,7 @@ Expressions give integers, and have:
 - ``== > >= <= and or not``, with the result 1 or 0;
 - ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
 - ``item(key, 1)``: item 1 of a list; a single number stands for every item;
+- ``largest(key, 0)``: the largest item of a list, or a single number; 0 if the key is missing;
 - ``contains(key, 3)``: 1 if a list contains the number; ``contains(key, 'full')``: if a list or a string has the word;
 - ``starts(key, gated)``: 1 if a string starts with the word;
 - ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word, which can be ``'*'`` too;
@@ -224,13 +225,17 @@ class Config:
         if value is None and function == "root":
             value = other
         if value is None and function not in ("item", "times"):
-            return int(other) if function == "len" else 0
+            return int(other) if function in ("len", "largest") else 0
         if function == "len":
             result, expected = len(value) if listed or isinstance(value, Mapping) else None, "a list or an object"
         elif function == "item":
             item = value[other] if listed and other < len(value) else value
             result = item if isinstance(item, int) else None
             expected = f"an integer, or a list of integers with item {other}"
+        elif function == "largest":
+            items = value if listed and value else [value]
+            result = max(items) if all(isinstance(item, int) for item in items) else None
+            expected = "an integer, or a list of integers"
         elif function == "contains":
             listed = listed or (word and isinstance(value, str))
             result = other in value if listed and len(value) <= _ITEMS else None

@@ -232,7 +232,7 @@ def test_a_tokenizer_of_tiktoken_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "key", "value", "match"),
     [
-        ("deepseek_v2", "attention.kv_lora_rank", None, "attn_k_b.weight. has the shape"),
+        ("deepseek_v2", "attention.kv_lora_rank", None, "key_length is 40, but DeepseekV2ForCausalLM has 520"),
         ("deepseek_v2", "attention.key_length_mla", None, "attention_key_length_mla"),
         ("deepseek_v3", "expert_weights_norm", "yes", "expert_weights_norm must be a bool, got 'yes'"),
         ("deepseek_v3", "expert_gating_func", "sigmoid", "expert_gating_func must be a number"),

@@ -246,7 +246,7 @@ HYBRIDS = [
     ("nemotron_h", {"ssm_state_size": 8}, {}, "'blk.0.ssm_.*' has the shape"),
     ("nemotron_h", {"intermediate_size": 95}, {}, "'blk.1.ffn_.*' has the shape"),
     ("nemotron_h", {"num_key_value_heads": 1}, {}, "'blk.2.attn_k.weight' has the shape"),
-    ("nemotron_h", {"layer_norm_epsilon": "absent"}, {}, "layer_norm_eps is missing"),
+    ("nemotron_h", {"layer_norm_epsilon": "absent"}, {}, "layer_norm_epsilon is missing"),
     ("nemotron_h", {"num_hidden_layers": 1 << 40}, {}, "num_hidden_layers must be a positive integer"),
     ("nemotron_h", {}, {"mixer.A_log": None}, "llama.cpp needs 'blk.0.ssm_a'"),
     ("nemotron_h", {}, {"mixer.D": (4,)}, "'blk.0.ssm_d' has the shape .4, 1."),

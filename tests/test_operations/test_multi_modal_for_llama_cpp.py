@@ -26,6 +26,8 @@ WITH_CLASS = {
     "gemma4_vision": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
 }
+# Models whose language model has no class with a head: the family that computes texts alike.
+ALIKE = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
 def write(folder, name, *, config=None, rename=None, without=""):
@@ -229,15 +231,25 @@ def test_the_way_back_is_the_language_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITH_CLASS])
-def test_a_language_model_without_a_class_has_no_way_back(name, own, tmp_path):
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_language_model_without_a_class_becomes_one_that_computes_alike(name, own, tmp_path, caplog):
     config = flat(MODELS[name]["config"]) if name == "qwen2_vl" else None
-    safeload.convert(write(tmp_path, name, config=config), tmp_path / "x.gguf")
+    first = converted(write(tmp_path, name, config=config), tmp_path / "x.gguf")
     with safeload.open(tmp_path / "x.gguf") as file:
         metadata = {key: value for key, value in file.metadata.items() if own or not key.startswith("safeload.")}
         gguf.save_file(file.load(), tmp_path / "y.gguf", metadata)
-    with pytest.raises(safeload.UnsupportedError, match="has no class of its own in transformers"):
-        safeload.convert(tmp_path / "y.gguf", tmp_path / "back/")
+    caplog.clear()
+    safeload.convert(tmp_path / "y.gguf", tmp_path / "back/")
+    made = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert made["model_type"] == ALIKE[name]
+    assert f"the folder has the language model, {made['architectures'][0]}" in caplog.text
+    rope = made.get("rope_parameters", made.get("rope_scaling"))
+    assert {*rope} <= {"rope_type", "type", "rope_theta"}
+    assert rope.get("type", "default") == "default"
+    assert "vision_config" not in made
+    assert made["tie_word_embeddings"] is ("lm_head.weight" not in safeload.load(tmp_path / "back"))
+    again = converted(tmp_path / "back", tmp_path / "again.gguf")
+    assert again["tensors"] == first["tensors"]
 
 
 def test_a_foreign_file_becomes_a_class_with_the_same_computation(tmp_path):

@@ -34,6 +34,7 @@ from ...models.family import (
     gguf_form,
     is_kept_f32,
     mmproj_form,
+    without_numbers,
 )
 from ...models.schema import listed_in
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
@@ -50,6 +51,7 @@ from ..forms import (
     refuse_unknown,
     some_of,
     text_form_of,
+    with_rotations_of,
 )
 from ..recipes import Move, TensorRecipe
 from .sentencepiece import MAX_PIECES
@@ -60,6 +62,9 @@ from .tokenizer_files import kept_json, tokenizer_files
 # safeload's keys for the way back.
 _CONFIG = "config"
 _EXPERTS = f"{KEPT}experts"
+# The dtypes of the source by tensor, and the key of most of them.
+_DTYPES, _USUAL = "dtypes", "*"
+_EXACT_IN_F32 = ("BF16", "F16", "F32")
 _VERSION_LIKE = re.compile(r"v\d+(?:\.\d+)*|\d.*", re.ASCII)
 # Longest name to write.
 _LONGEST = 200
@@ -150,6 +155,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
         **tokens,
         f"{KEPT}{_CONFIG}": json.dumps(catalog.config, ensure_ascii=False),
         **({} if experts is None else {_EXPERTS: experts}),
+        f"{KEPT}{_DTYPES}": _dtypes(catalog, recipes),
         **({NAME_PREFIX: ""} if form.prefix and form.embedding in catalog else {}),
         **{f"{KEPT}{name}": text for name, text in skeleton(files).items()},
     }
@@ -164,6 +170,17 @@ def _home(catalog: Catalog) -> Location:
         return catalog.folder
     file = catalog.weight_files[0]
     return Location(file.files, file.files.split(file.place)[0])
+
+
+def _dtypes(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> str:
+    """Return the dtype of most sources under "*", and of the others by tensor, as JSON; null for another form."""
+    listed: dict[str, str | None] = {}
+    for name, recipe in recipes.items():
+        rows = {None if about.quantized else about.row.code for about in map(catalog.about, set(recipe.sources))}
+        code = rows.pop() if len(rows) == 1 else None
+        listed[name] = code if code in _EXACT_IN_F32 else None
+    usual = max(_EXACT_IN_F32, key=[*listed.values()].count)
+    return json.dumps({_USUAL: usual, **{name: code for name, code in listed.items() if code != usual}})
 
 
 # ---- vision towers ----
@@ -418,24 +435,44 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         form, experts = form_of(catalog), SINGLE
         text_form = text_form_of(catalog, form, architecture, form.text_type, "")
         config, notes = config_of(catalog, form)
+        config = with_rotations_of(text_form, config, form)
         config |= {"architectures": [text_form.class_name], "model_type": text_form.model_type}
-    settings = ModelConfig(config, catalog.title, form)
-    if kept is not None and not has_rotations(catalog, rotation_factors(settings, form)):
+    of_text = form.of_text
+    if of_text is not form:
+        notes.append(f"towers, which are in another file: the folder has the language model, {of_text.class_name}")
+    settings = ModelConfig(config, catalog.title, of_text)
+    if kept is not None and not has_rotations(catalog, rotation_factors(settings, of_text)):
         text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
         raise FormatError(text, catalog.title)
-    recipes = published_recipes(catalog, settings, form, experts)
+    recipes = published_recipes(catalog, settings, of_text, experts if of_text is form else SINGLE)
     shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
     tokens = metadata.get(TOKENS)
     rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
-    _refuse_missing(catalog, recipes, settings, form)
+    _refuse_missing(catalog, recipes, settings, of_text)
+    if kept is None:
+        _refuse_surplus(catalog, recipes, settings, of_text)
+    recipes = _as_in_source(catalog, recipes)
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
-    result.texts, more = tokenizer_files(catalog, form.class_name)
+    result.texts, more = tokenizer_files(catalog, of_text.class_name)
     notes += more
     if f"{architecture}.{_POOLING}" in metadata:
         notes.append(f"{_MODULES}, the pooling of embeddings")
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))
+    return result
+
+
+def _as_in_source(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> dict[str, TensorRecipe]:
+    """Return recipes that give tensors stored as f32, such as norms, the dtype that they had before."""
+    kept = kept_json(catalog, _DTYPES) or {}
+    result = {}
+    for name, recipe in recipes.items():
+        sources = set(recipe.sources)
+        wide = all(catalog.about(source).row is dtypes.BY_CODE["F32"] for source in sources)
+        codes = {str(kept.get(source, kept.get(_USUAL))) for source in sources} if wide else set()
+        code = next(iter(codes)) if len(codes) == 1 else None
+        result[name] = recipe._replace(dtype=code) if code in _EXACT_IN_F32 else recipe
     return result
 
 
@@ -447,6 +484,14 @@ def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], confi
     if missing:
         text = f"tensors are missing: the config needs {some_of(missing)}"
         raise FormatError(text, catalog.title, tensor=missing[0])
+
+
+def _refuse_surplus(catalog: Catalog, recipes: Iterable[str], config: ModelConfig, form: GgufForm) -> None:
+    """Refuse tensors that the config made of a file does not have, because transformers would drop them."""
+    surplus = [name for name in recipes if not config.has(form.published, *without_numbers(name))]
+    if surplus:
+        text = f"{some_of(surplus)}: a config of {form.class_name} made from the keys of the file has no such tensor"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors", tensor=surplus[0])
 
 
 def check_tensors(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from itertools import chain, product
 from typing import Any
 
@@ -37,6 +39,8 @@ from ...models.family import (
     MmprojForm,
     gguf_architectures,
     gguf_forms,
+    of_all_layers,
+    without_numbers,
 )
 from ...models.schema import ANY, MAX_LAYERS, Config, ConfigError, Schema, language_of, listed_in, names_in
 from ..catalog import Catalog
@@ -82,6 +86,8 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": _HIGH[0], _ORIGINAL: _CO
 _STRETCHED = 1 << 18
 # Names in the texts of refusals.
 _NAMES = re.compile(r"\{([\w.]+)\}", re.ASCII)
+# Keys in which 0 stands for no value.
+_NONE_IF_ZERO = ("attention.sliding_window", "final_logit_softcapping")
 # Tensors with values that the config has.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Keys of special tokens, with the words of llama.cpp's.
@@ -565,7 +571,7 @@ def number_at(catalog: Catalog, key: str) -> float | None:
 
 
 def count_at(catalog: Catalog, key: str) -> int | None:
-    """Return an integer of at least 0; None without the key."""
+    """Return an integer of at least 0, which can stand for every layer; None without the key."""
     expected = "a number of at least 0 without a fraction"
     value = _value_at(catalog, key, expected, lambda value: isinstance(value, int) and value >= 0)
     return None if value is None else int(value)
@@ -597,7 +603,7 @@ _READERS: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, F32: number
 
 
 def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
-    value = catalog.metadata.get(key)
+    value = of_all_layers(catalog.metadata.get(key))
     if value is not None and (isinstance(value, bool) or not valid(value)):
         raise FormatError(f"key {key} must be {expected}, got {show(value)}", catalog.title)
     return value
@@ -635,20 +641,17 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    if not form.says_all:
-        text = f"safeload has not written this file, and {form.architecture} does not say all settings of its layers"
-        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors")
     for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in _READERS):
-        if key.config[0].startswith("rope."):  # see `_add_rope`
+        if key.config[0].startswith("rope.") or key.config[0] in form.computed:  # see `_add_rope` and `_computed`
             continue
         value = _READERS[key.types[0]](catalog, f"{form.architecture}.{name}")
-        if value is not None and (value or name != "attention.sliding_window"):
+        if value is not None and (value or name not in _NONE_IF_ZERO):
             texts = {written: text for text, written in key.values.items()}
             named = [texts.get(item, item) for item in value] if isinstance(value, list) else texts.get(value, value)
             config[key.config[0]] = named
         elif key.null:
             config[key.config[0]] = None
-        elif not key.optional and key.default is None:
+        elif not key.optional and key.default is None and key.when is None:
             raise FormatError(f"key {form.architecture}.{name} is missing", catalog.title)
     name = "token_embd.weight"
     if name not in catalog:
@@ -657,14 +660,15 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     if len(shape) != 2:
         raise error_about(FormatError, f"has the shape {list(shape)}, expected 2 axes", path=catalog.title, tensor=name)
     config |= {
-        **_computed(catalog, form),
+        **_computed(catalog, form, int(shape[0])),
         "vocab_size": int(shape[0]),
         "tie_word_embeddings": "output.weight" not in catalog,
         "attention_bias": "blk.0.attn_q.bias" in catalog or "blk.0.attn_qkv.bias" in catalog,
         form.activations["config"][0]: form.activations["values"][0],
         **{key: form.assumes[key][0] for key in form.restores},
-        **{key: values[tensor in catalog] for key, (tensor, *values) in form.shown_by.items()},
     }
+    for setting, (pattern, *values) in form.shown_by.items():
+        config[setting] = values[any(fnmatchcase(each, pattern) for each in catalog)]
     for name, kind in _TOKENS.items():
         number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
         # llama.cpp has -1 for no token.
@@ -688,14 +692,20 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     return config, notes
 
 
-def _computed(catalog: Catalog, form: GgufForm) -> dict[str, Any]:
-    """Return the keys of a config that follow from several keys of a file."""
-    sizes = Config(form.sizes(catalog.metadata, (), None), form.schema.defaults, METADATA)
+def _computed(catalog: Catalog, form: GgufForm, tokens: int) -> dict[str, Any]:
+    """Return the keys of a config that follow from several keys of a file, or from the numbers of its tensors."""
+    counts: dict[str, Any] = {}
+    for module, part in (name.split(".")[2:4] for name in catalog if without_numbers(name)[0].count(".") == 3):
+        counts.setdefault(module, Counter())[part] += 1
+    values = {**form.sizes(catalog.metadata, (), tokens), "tensors": counts}
+    sizes = Config(values, form.schema.defaults, METADATA)
     result: dict[str, Any] = {}
     try:
         for name, entry in form.computed.items():
             if isinstance(entry, str):
                 result[name] = sizes.evaluate(entry)
+            elif "each_layer" not in entry:
+                result[name] = entry["values"][sizes.evaluate(entry["value"])]
             elif 0 <= (layers := sizes.evaluate(entry["each_layer"])) <= MAX_LAYERS:
                 numbers = (sizes.evaluate(entry["value"], layer) for layer in range(layers))
                 result[name] = [entry["values"][number] for number in numbers]
@@ -733,7 +743,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
             raise FormatError(f"key {prefix}freq_base must be above 0, got {rope['rope_theta']}", catalog.title)
         size = head_dim()
         alpha = _shortest((rope["rope_theta"] / USUAL_BASE) ** ((size - 2) / max(1, size)))
-        rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha}
+        rope |= {"rope_type": "dynamic", "rope_theta": USUAL_BASE, "alpha": alpha, "factor": 1.0}
     for key, field in form.keys.items():
         names = [name.removeprefix("rope.") for name in field.config if name.startswith("rope.")]
         names = names if field.types[0] in (U32, F32) else []
@@ -741,7 +751,10 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope |= {name: _shortest(value / field.times) for name in names if value is not None}
     for key in [key for key in config if key.startswith("rope.")]:  # that llama.cpp assumes
         rope[key.removeprefix("rope.")] = config.pop(key)
-    if "rope_freqs.weight" in catalog:
+    if "rope_freqs.weight" in catalog and "proportional" in form.rope.types:
+        factors = _factors_in(catalog, "rope_freqs.weight")
+        rope.update(rope_type="proportional", partial_rotary_factor=(factors == 1).sum().item() / max(1, factors.size))
+    elif "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
         rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
@@ -789,6 +802,22 @@ def has_rotations(catalog: Catalog, tensors: Mapping[str, Array]) -> bool:
     )
 
 
+def _check_settings(catalog: Catalog, settings: Mapping[str, Any], form: GgufForm) -> None:
+    """Refuse a file with another value than that which follows from a config: another model of the architecture."""
+    unknown = {*form.counted, "vision_config"}  # which the config of a language model does not have
+    for name, key in form.keys.items():
+        names = names_in(f"{key.value} {key.each_layer}")
+        if key.value is None or name == "context_length" or unknown & {text.split(".")[0] for text in names}:
+            continue
+        full = f"{form.architecture}.{name}"
+        stated, expected = (np.asarray(values.get(full)) for values in (catalog.metadata, settings))
+        if stated.dtype == object or expected.dtype == object:  # a key is missing
+            continue
+        if (1 not in (stated.size, expected.size) and stated.shape != expected.shape) or (stated != expected).any():
+            text = f"key {full} is {show(stated.tolist())}, but {form.class_name} has {show(expected.tolist())} with "
+            raise UnsupportedError(f"{catalog.title}: {text}the other keys; raw=True keeps the tensors")
+
+
 def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> None:
     """Compare the settings of rotations with the tensors of the file."""
     rope = config.get("rope_parameters", {})
@@ -796,8 +825,9 @@ def _check_rope(catalog: Catalog, config: dict[str, Any], form: GgufForm) -> Non
     for stated in unknown:
         if stated is not None:
             rope["high_freq_factor"], rope[_ORIGINAL] = stated
-        _, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
+        settings, tensors = settings_of(ModelConfig(config, catalog.title, form), form)
         if has_rotations(catalog, tensors):
+            _check_settings(catalog, settings, form)
             return
     text = "the factors of rotations need unknown settings; raw=True keeps the tensors"
     raise UnsupportedError(f"{catalog.title}: {text}")
