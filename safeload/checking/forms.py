@@ -96,8 +96,8 @@ class Forms(NamedTuple):
 
 
 def common_form(a: Catalog, b: Catalog) -> Forms:
-    """Return two checkpoints in one form; as they are if their names agree or no family is known."""
-    if len(a) == len(b) and set(a) == set(b):
+    """Return two checkpoints in one form; as they are if names and programs agree, or no family is known."""
+    if len(a) == len(b) and set(a) == set(b) and is_of_mlx(a) == is_of_mlx(b):
         return Forms((a, b))
     files = [_is_of_llama_cpp(catalog) for catalog in (a, b)]
     if files[0] != files[1] and not any(name in b for name in a):

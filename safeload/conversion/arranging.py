@@ -98,7 +98,11 @@ def _for_engine(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> Restru
 def like(catalog: Catalog, other: Catalog) -> Catalog:
     """Return the tensors in the form of the other catalog: of mlx-lm, or with separate experts."""
     names, theirs = ([name for name in each if isinstance(name, str)] for each in (catalog, other))
-    if not {*theirs} <= {*names} and mlx_form(catalog.config) is not None and not is_of_mlx(catalog):
+    if (
+        (is_of_mlx(other) or not {*theirs} <= {*names})
+        and mlx_form(catalog.config) is not None
+        and not is_of_mlx(catalog)
+    ):
         with suppress(UnsupportedError, FormatError):  # then the other's names say what is missing
             with_mlx = arranged(catalog, presets()["mlx4"], told=False)
             if {*theirs} <= {*with_mlx}:

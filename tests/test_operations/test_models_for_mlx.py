@@ -63,6 +63,17 @@ def test_a_folder_equals_its_source_in_the_layout_of_mlx_lm(name, format, tmp_pa
     assert format != "mlx" or all(row.max <= 0.01 for row in report.tensors.values())  # norms plus 1 are rounded
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h"])
+def test_equal_names_with_other_axes_are_compared_in_the_layout_of_mlx_lm(name, swapped, tmp_path):
+    source = mlx_models.write(tmp_path / "source", name)
+    safeload.convert(source, tmp_path / "out", quantize="mlx")
+    assert safeload.load(source).keys() == safeload.load(tmp_path / "out").keys()
+    sides = (source, tmp_path / "out")
+    report = safeload.diff(*(sides[::-1] if swapped else sides))
+    assert (report.form, report.same) == ("layout of mlx-lm", True)
+
+
 # ---- the way back ----
 
 # Models of text and images whose language model has no class with a head, and the type of one that computes alike.
