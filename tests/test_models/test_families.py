@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from builders import family_table
 from builders.inside import main, model_families
 from builders.paths import ROOT
 
@@ -47,6 +48,13 @@ def test_the_command_prints_the_list(capsys):
             for each in safeload.families()
         ]
     }
+
+
+def test_the_page_of_families_has_their_table():
+    text = family_table.PAGE.read_text(encoding="utf-8")
+    assert family_table.table() in text, "run `python -m builders.family_table` in tests/"
+    backs = {row[0]: row[3] for row in family_table.rows() if row[2]}
+    assert {*backs.values()} == {"yes"}
 
 
 # ---- how many of the models that people download ----

@@ -5,12 +5,17 @@ Of models with a vision tower, llama.cpp loads both parts and reads a picture.
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER              # all models
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER qwen3 phi3   # some models
 
+Files also become folders for transformers: a file of safeload must give the tensors and logits of the model, a file
+without its keys the logits. With LLAMA_CPP, a copy of llama.cpp's folder, that is a file of llama.cpp's own converter;
+otherwise a file of safeload, which the suite compares with that.
+
 Needs transformers, torch, tokenizers, sentencepiece, mistral-common and xllamacpp.
 """
 
 import base64
 import functools
 import json
+import os
 import shutil
 import struct
 import sys
@@ -24,6 +29,7 @@ import transformers
 from builders import llama_cpp, llama_models
 
 import safeload
+from safeload import gguf
 
 HERE = Path(__file__).parent
 # The greatest difference over the range of the logits. llama.cpp computes gelu from a table in f16.
@@ -36,6 +42,12 @@ EPSILON = {"qwen2_vl": 2e-3, "qwen2_5_vl": 2e-3}
 APPROXIMATE = ("gpt-4o", "tekken", "kimi-k2", "tiny_aya")
 # Norms that follow a feed-forward network with small values enlarge the error of that table, and of bf16.
 ENLARGED, ENLARGED_BF16, WITH_NORMS = 1e-2, 6e-2, ("gemma3_vision", "gemma4")
+
+
+# Models of which a file without keys of safeload does not say the activation: "gelu_fast" comes back as "gelu".
+ACTIVATION = ("gpt_neox_sequential",)
+# Models of which llama.cpp stores matrices multiplied, which only f32 holds.
+MULTIPLIED = ("falcon_h1",)
 
 
 def as_llama_cpp_computes_phimoe(model):
@@ -55,13 +67,13 @@ def as_llama_cpp_computes_phimoe(model):
             module.forward = functools.partial(own, module)
 
 
-def expected_logits(folder, ids, name):
+def expected_logits(folder, ids, name, *, as_llama_cpp=True):
     name = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}.get(name, name)  # Microsoft's own class
     model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32)
     if name == "Llama4ForConditionalGeneration":  # transformers 5.24 computes no text without images
         model = model.language_model
     model.eval()
-    if model.config.model_type == "phimoe":
+    if model.config.model_type == "phimoe" and as_llama_cpp:
         as_llama_cpp_computes_phimoe(model)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].numpy()
@@ -123,10 +135,40 @@ def compare_cuts(row, folder):
     assert not wrong or name in APPROXIMATE, wrong
 
 
+def compare_back(name, entry, source, ids, folder):
+    """Compare a model with the folders for transformers that safeload makes of its GGUF files."""
+    expected = expected_logits(source, ids, entry["config"]["architectures"][0], as_llama_cpp=False)
+    own, foreign = (folder / f"{name}-{kind}.gguf" for kind in ("own", "foreign"))
+    safeload.convert(source, own, dtype="float32" if name in MULTIPLIED else None)
+    if "LLAMA_CPP" in os.environ:
+        import make
+
+        raw = len(make.MODELS[name]) > 4
+        make.reference(os.environ["LLAMA_CPP"], source, foreign, make.OPTIONS.get(name, ()), raw=raw)
+    else:
+        safeload.convert(source, foreign, dtype="float32")
+        with safeload.open(foreign) as file:
+            metadata = {key: value for key, value in file.metadata.items() if not key.startswith("safeload.")}
+            tensors = {key: np.array(array) for key, array in file.load().items()}
+        gguf.save_file(tensors, foreign, metadata, overwrite=True)
+    stored = {key.replace("language_model.", ""): array for key, array in safeload.load(source).items()}
+    for path, limit in ((own, 0), (foreign, TABLE if name in ACTIVATION else F32)):
+        safeload.convert(path, back := path.with_suffix(""))
+        made = json.loads((back / "config.json").read_text())["architectures"][0]
+        tensors = safeload.load(back)
+        equal = [key for key, x in tensors.items() if key in stored and x.tobytes() == stored[key].tobytes()]
+        difference = np.abs(expected_logits(back, ids, made, as_llama_cpp=False) - expected).max()
+        difference /= expected.max() - expected.min()
+        print(f"{back.name}: {made}, {len(equal)} of {len(tensors)} tensors equal, logits {difference:.1e}")
+        assert difference <= limit, (back, difference)
+        assert path is foreign or len(equal) == len(tensors) or "VLMoe" in entry["config"]["architectures"][0]
+
+
 def compare(name, entry, folder):
     source = llama_models.write_folder(folder / name, entry)
     config = {**entry["config"], **entry["config"].get("text_config", {})}
     ids = [int(k) for k in np.random.default_rng(0).integers(0, config["vocab_size"], 80)]
+    compare_back(name, entry, source, ids, folder)
     expected = expected_logits(source, ids, entry["config"]["architectures"][0])
     scale = expected.max() - expected.min()
     encode, with_special = encoder(source)

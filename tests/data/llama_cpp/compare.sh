@@ -1,6 +1,6 @@
 #!/bin/sh
 # Compares llama.cpp with transformers on converted models: compare.sh FOLDER
-# FOLDER keeps the environment. Needs a network the first time.
+# FOLDER keeps the environment. Needs a network the first time. LLAMA_CPP, a copy of llama.cpp's folder, adds its converter.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
