@@ -30,7 +30,7 @@ GGUF_FIELDS = {
     *("architecture", "chosen_by", "without", "required", "keys", "defaults", "tensors", "activations", "assumes"),
     *("restores", "windows", "query_scale_by_width", "rope", "tied", "add_space_prefix", "end_of_turn"),
     *("classes", "renames", "left_out", "counted", "needs", "computed", "nested", "text_type"),
-    *("when", "says_all", "shown_by", "tokens", "special_tokens", "per_layer", "tokenizer"),
+    *("when", "text_family", "shown_by", "tokens", "special_tokens", "per_layer", "tokenizer"),
     *(
         "suppress_tokens",
         "kept_layers",
@@ -47,7 +47,7 @@ PLACEHOLDER = re.compile(r"\{([a-z_]*)\}")
 
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 COMPARISONS = (ast.Eq, ast.Gt, ast.GtE, ast.LtE)
-FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at", "root"}
+FUNCTIONS = {"len", "item", "contains", "starts", "times", "kind", "at", "root", "largest"}
 
 # The name that messages list first.
 SCHEMAS = {**BUILT_IN_SCHEMAS, **{f"gguf:{name}": form.schema for name, form in families.gguf_forms().items()}}
@@ -174,6 +174,10 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
     assert {*form.required, *form.restores} <= {*keys, *form.assumes}
     assert {*keys_of(form.chosen_by or "0")} <= {key.replace(".", "_") for key in keys}
     assert all(keys_of(text) for text in (*form.needs.values(), form.kept_layers or "layer"))
+    for entry in form.computed.values():
+        fields = {"value": entry} if isinstance(entry, str) else entry
+        assert fields.keys() <= {"value", "values", "each_layer"}
+        assert all(keys_of(fields[key]) or fields[key] == "0" for key in ("value", "each_layer") if key in fields)
     assert form.usually_tied or not form.tied
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
