@@ -68,6 +68,31 @@ def test_there_and_back_is_the_identity(name, tmp_path):
         assert (tmp_path / "back" / "tokenizer.model").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "class_name", "model_type"),
+    [("llama2", "InternLM3ForCausalLM", "internlm3"), ("llama_model", "LlamaBidirectionalModel", "llama_bidirec")],
+)
+def test_there_and_back_of_classes_outside_of_transformers(name, class_name, model_type, tmp_path):
+    model = MODELS[name]
+    config = {**model["config"], "architectures": [class_name], "model_type": model_type}
+    source = llama_models.write_folder(tmp_path / name, {**model, "config": config})
+    safeload.convert(source, tmp_path / "x.gguf")
+    safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+    assert json_of(tmp_path / "back" / "config.json") == config
+    assert safeload.diff(source, tmp_path / "back").same
+
+
+def test_every_family_goes_there_and_back():
+    models = llama_models.listed().values()
+    types = {
+        language.get("model_type")
+        for each in models
+        for language in (each["config"], each["config"].get("text_config", {}))
+    }
+    missing = [each.name for each in safeload.families() if each.gguf and not types & {*each.model_types}]
+    assert missing == ["internlm3", "llama_embed"]  # see above
+
+
 @pytest.mark.parametrize("name", part_of([*MODELS], 1, 3))
 def test_there_and_back_in_float32(name, tmp_path):
     """Sums and powers, which llama.cpp stores of some tensors, are rounded."""

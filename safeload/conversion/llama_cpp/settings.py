@@ -810,11 +810,10 @@ def _check_settings(catalog: Catalog, settings: Mapping[str, Any], form: GgufFor
         if key.value is None or name == "context_length" or unknown & {text.split(".")[0] for text in names}:
             continue
         full = f"{form.architecture}.{name}"
-        stated, expected = (np.asarray(values.get(full)) for values in (catalog.metadata, settings))
-        if stated.dtype == object or expected.dtype == object:  # a key is missing
-            continue
-        if (1 not in (stated.size, expected.size) and stated.shape != expected.shape) or (stated != expected).any():
-            text = f"key {full} is {show(stated.tolist())}, but {form.class_name} has {show(expected.tolist())} with "
+        values = (of_all_layers(each.get(full)) for each in (catalog.metadata, settings))
+        stated, expected = (value.tolist() if isinstance(value, np.ndarray) else value for value in values)
+        if None not in (stated, expected) and stated != expected:
+            text = f"key {full} is {show(stated)}, but {form.class_name} has {show(expected)} with "
             raise UnsupportedError(f"{catalog.title}: {text}the other keys; raw=True keeps the tensors")
 
 
