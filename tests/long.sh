@@ -14,7 +14,8 @@
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
 #   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
-#   - models for llama.cpp: CI compares with committed digests, this runs llama.cpp (tests/data/llama_cpp/compare.sh);
+#   - models for llama.cpp: CI compares with committed digests, this runs llama.cpp and transformers, there and back
+#     (tests/data/llama_cpp/compare.sh);
 #   - models for mlx-lm: CI compares with recorded digests, this runs mlx-lm (tests/data/mlx/compare.sh);
 #   - models for ComfyUI: CI compares with committed digests, this with ComfyUI-GGUF's tools and loader (tests/data/comfyui/compare.sh);
 #   - folders for engines: CI compares with recorded digests, this with the engines' tools themselves (tests/data/engines/compare.sh);

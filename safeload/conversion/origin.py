@@ -151,9 +151,7 @@ def with_record(
     files, config = beside
     contents = {**files, **({} if config is None else {CONFIG: config})}
     listed = {name: entry_of(content) for name, content in contents.items()}
-    small = {
-        name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA
-    }  # the rest is not copied
+    small = {name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA}  # the rest is not copied
     return {**files, ORIGIN_NAME: text_of(request, plain, sources, {**entries, **small})}
 
 
