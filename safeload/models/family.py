@@ -38,7 +38,7 @@ The fields of ``gguf``:
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
   the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
-  - ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
+- ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
   is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
   ``default``; and ``optional``, with ``null`` if a config made from a file without the key must have null there. Or
   ``value``, an integer expression over the config and the ``defaults`` of the family, while ``config`` is for the way

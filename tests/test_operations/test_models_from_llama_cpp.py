@@ -292,6 +292,8 @@ def test_metadata_is_refused_by_name(metadata, match, written):
         ("gemma4", "attention.value_length_swa", np.uint32(8), "value_length_swa is 8, but Gemma4ForCausalLM has 24"),
         ("gemma4_moe", "attention.head_count_kv", np.int32([2, 1, 1, 1]), r"head_count_kv is \[2, 1, 1, 1\], but"),
         ("nemotron_h", "feed_forward_length", np.int32([0, 96]), "does not have|expected an integer, or a list"),
+        ("nemotron_h", "feed_forward_length", np.int32([0, 96, 9, 0]), "is 3, which means no known kind of layer"),
+        ("nemotron_h", "feed_forward_length", np.int32([]), "expected an integer, or a list of integers"),
     ],
 )
 def test_another_model_of_an_architecture_is_refused_by_name(name, key, value, match, written):

@@ -700,15 +700,21 @@ def _computed(catalog: Catalog, form: GgufForm, tokens: int) -> dict[str, Any]:
     values = {**form.sizes(catalog.metadata, (), tokens), "tensors": counts}
     sizes = Config(values, form.schema.defaults, METADATA)
     result: dict[str, Any] = {}
+
+    def chosen(entry: Mapping[str, Any], layer: int | None = None) -> Any:
+        number, values = sizes.evaluate(entry["value"], layer), entry["values"]
+        if not 0 <= number < len(values):
+            raise ConfigError(f"{entry['value']} is {number}, which means no known kind of layer")
+        return values[number]
+
     try:
         for name, entry in form.computed.items():
             if isinstance(entry, str):
                 result[name] = sizes.evaluate(entry)
             elif "each_layer" not in entry:
-                result[name] = entry["values"][sizes.evaluate(entry["value"])]
+                result[name] = chosen(entry)
             elif 0 <= (layers := sizes.evaluate(entry["each_layer"])) <= MAX_LAYERS:
-                numbers = (sizes.evaluate(entry["value"], layer) for layer in range(layers))
-                result[name] = [entry["values"][number] for number in numbers]
+                result[name] = [chosen(entry, layer) for layer in range(layers)]
             else:
                 raise ConfigError(f"{entry['each_layer']} must be 0 to {MAX_LAYERS}, got {layers}")
     except ConfigError as error:
