@@ -179,6 +179,7 @@ def test_the_form_of_llama_cpp_is_well_formed(name):
         assert fields.keys() <= {"value", "values", "each_layer"}
         assert all(keys_of(fields[key]) or fields[key] == "0" for key in ("value", "each_layer") if key in fields)
     assert form.usually_tied or not form.tied
+    assert not form.of_text.class_name.endswith("TextModel")  # which has no head
     # The sizes of a file are numbers of its metadata.
     shapes = [size.removesuffix("?") for entry in form.schema.entries for size in entry.shape or ()]
     sizes = {key for size in shapes if size for key in keys_of(size)} | form.schema.defaults.keys()

@@ -252,6 +252,14 @@ def test_a_language_model_without_a_class_becomes_one_that_computes_alike(name, 
     assert again["tensors"] == first["tensors"]
 
 
+def test_a_language_model_of_an_unknown_type_has_no_way_back(tmp_path):
+    config = json.loads(json.dumps(MODELS["mistral3"]["config"]))
+    config["text_config"]["model_type"] = "unknown"
+    safeload.convert(write(tmp_path, "mistral3", config=config), tmp_path / "x.gguf")
+    with pytest.raises(safeload.UnsupportedError, match="Mistral3ForConditionalGeneration, which has no class of its"):
+        safeload.convert(tmp_path / "x.gguf", tmp_path / "back/")
+
+
 def test_a_foreign_file_becomes_a_class_with_the_same_computation(tmp_path):
     safeload.convert(write(tmp_path, "mistral3"), tmp_path / "x.gguf")
     with safeload.open(tmp_path / "x.gguf") as file:
