@@ -210,9 +210,9 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             verify=verify,
             **common.given(
                 options,
-                "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite resume",
+                "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite",
             ),
-            **common.given(options, "storage_options record"),
+            **common.given(options, "resume storage_options record"),
             **how,
         )
 
