@@ -23,7 +23,7 @@ from threading import Event
 from typing import Any
 
 from .._version import __version__
-from ..core.checkpoint import Checkpoint, folder_of, index_of
+from ..core.checkpoint import Checkpoint, folder_of, index_of, recipe_of
 from ..core.files import LOCAL, Location, sha256_of
 from ..core.registry import SAFETENSORS
 from ..errors import SafeloadError
@@ -93,9 +93,10 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
         about, match = {"name": os.path.basename(path)}, _SNAPSHOT.search(f"{path}/".replace(os.sep, "/"))
         repository = "" if match is None else f"{match[1]}/{match[2]}"
     else:
-        url = file.files.shown(file.place)
-        with suppress(SafeloadError):
-            url = file.files.public(file.files.absolute(file.place))
+        recipe = recipe_of(checkpoint)
+        url = recipe.files.shown(recipe.paths[0])
+        with suppress(SafeloadError):  # at the commit that was read
+            url = recipe.files.public(recipe.files.absolute(recipe.paths[0]))
         about, match = {"url": url.partition("?")[0]}, _COMMIT.match(url)
         repository = "" if match is None else match[1]
     return about if match is None else {**about, "repository": repository, "revision": match[match.re.groups]}

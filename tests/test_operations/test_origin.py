@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 from builders.http_server import Server
+from builders.hub import Hub
 from builders.inside import main
 from builders.models import small, write_folder
 from builders.random import rng
@@ -114,6 +116,23 @@ def test_a_snapshot_of_the_hub_names_its_revision(tmp_path):
     assert (source["repository"], source["revision"]) == ("owner/name", "ab" * 20)
     notes = safeload.info(tmp_path / "out.npz").notes
     assert notes[0].startswith(f"converted from owner/name at {'ab' * 20} by safeload {safeload.__version__}")
+
+
+def test_a_source_from_the_hub_is_recorded_at_its_commit(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no cache"))
+    for name in ("HF_HUB_OFFLINE", "SAFELOAD_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    save_file({"w": X}, tmp_path / "model.safetensors")
+    with Hub() as server:
+        server.add("owner/name", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+        options = {"endpoint": server.url(), "token": False}
+        safeload.convert("hf://owner/name", tmp_path / "out.npz", record=True, storage_options=options)
+    [source] = json.loads((tmp_path / "out.npz.origin.json").read_text())["origin"]["sources"]
+    assert source["repository"] == "owner/name"
+    assert re.fullmatch("[0-9a-f]{40}", source["revision"])
+    assert source["url"] == f"hf://owner/name@{source['revision']}"
+    assert [*source["files"]] == ["model.safetensors"]
 
 
 def test_a_file_that_is_no_record_stays(tmp_path, capsys):
