@@ -475,7 +475,7 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
 /* ---- jobs: operations on byte ranges of files and memory (jobs/run.c) ---- */
 
 /* Operations. Threads process the chunks of a job in any order, except for SL_OP_APPEND. SL_E_ARGUMENT if a job has a
- * grid, channels or a merge that its operation does not take, lacks one that it needs, or has unsupported dtypes. A
+ * grid, channels, codes or a merge that its operation does not take, lacks one that it needs, or has other dtypes. A
  * dtype is real if it converts to f32.
  *   COPY       the bytes unchanged; `from` and `to` are the same
  *   CONVERT    `from` to `to`; SL_E_RANGE for an element that does not fit into its block
@@ -490,7 +490,7 @@ void sl_gguf_free(sl_gguf *gguf); /* NULL: nothing */
  *   FINITE     any real dtype: writes nothing; SL_E_RANGE for NaN or infinity
  *   STATS      any real dtype: an sl_stats per segment, in order
  *   HISTOGRAM  like STATS, after SL_HISTOGRAM_BINS u64 counters to add to
- *   RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`
+ *   RESTORE    packed codes (sl_packed) to their values in f32, rounded once to `to`; or to other codes (sl_codes)
  *   WEIGHTED   any real dtype to blocks of `to` with importance: a channel per column, of rows that are whole blocks;
  *              SL_E_RANGE as CONVERT
  *   MERGE      any real dtype as f32, plus products of matrices (sl_merge), rounded once to the float `to`
@@ -542,7 +542,8 @@ typedef struct sl_channels {
 #define SL_LAYOUT_COUNT 6
 
 /* Packed codes and their values: value = (table[code] - zero) * scale + bias, times the factor of the column, with each
- * step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. */
+ * step rounded to f32. Scale, zero and bias are looked up in a grid over the matrix. Of BLOCKS with a table only the
+ * codes count: of 4 bits (the low nibbles first) or 8, at the end of each block of 32. */
 typedef struct sl_packed {
     int32_t layout; /* SL_LAYOUT_ROWS .. */
     int32_t bits;   /* per code, 1 to 8 */
@@ -582,6 +583,20 @@ typedef struct sl_packed {
     uint64_t first_row; /* MASKED: the number of row 0 in messages */
 } sl_packed;
 
+/* Orders of codes in a row. */
+#define SL_ORDER_STREAM 0 /* a little-endian bit stream */
+#define SL_ORDER_HALVES 1 /* 4 bits: code i of a block of 32 and code i + 16 share a byte; ggml */
+#define SL_ORDER_WORDS 2  /* 4 bits: 32-bit words of 8 codes in the order of AWQ's kernels */
+
+/* Codes that values become, in the order of the values: a value must be an integer of magnitude below 2^22, and its
+ * code is the integer modulo 2^bits. */
+typedef struct sl_codes {
+    int32_t bits;         /* per code, 1 to 8 */
+    int32_t order;        /* SL_ORDER_STREAM .. */
+    uint64_t row_bytes;   /* between rows; bytes after the codes of a row are not written */
+    uint64_t block_bytes; /* between blocks of 32 codes; 0: rows without gaps */
+} sl_codes;
+
 /* Columns of a panel of sl_update.right. */
 #define SL_MERGE_PANEL 32
 
@@ -617,6 +632,7 @@ typedef struct sl_job {
                                   * packed codes always do */
     const sl_merge *merge;       /* NULL: nothing is added */
     const sl_pages *pages;       /* drop the file's pages from the page cache behind the job; NULL: all stay */
+    const sl_codes *codes;       /* NULL: values are stored as `to` */
 } sl_job;
 
 /* Bytes of a thread's room for reads past the page cache, aligned to a page: a chunk, and the rest of its first and its

@@ -32,6 +32,7 @@ STANDARD_HEADERS = {"stdarg.h", "stdbool.h", "stddef.h", "stdint.h", "stdio.h", 
 # Instructions of a processor, not of a system.
 INTRINSICS = {
     "platform/cpu.c": {"cpuid.h", "intrin.h"},
+    "kernels/codes.c": {"arm_neon.h", "emmintrin.h"},
     "kernels/copy2d.c": {"arm_neon.h", "emmintrin.h"},
     "kernels/isa.h": {"arm_neon.h", "immintrin.h"},
     "kernels/stream.c": {"emmintrin.h"},

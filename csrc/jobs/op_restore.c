@@ -1,6 +1,7 @@
-/* The operation SL_OP_RESTORE: dequantizes packed codes. */
+/* The operation SL_OP_RESTORE: dequantizes packed codes, or moves them to another layout. */
 #include "jobs/op.h"
 #include "jobs/packed.h"
+#include "kernels/codes.h"
 #include "kernels/copy2d.h"
 #include "kernels/stream.h"
 
@@ -73,8 +74,45 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
     return SL_OK;
 }
 
+/* ---- values that become codes ---- */
+
+/* Codes of a row of values. */
+static uint64_t width_of(const sl_packed *packed) { return packed->transpose != 0 ? packed->rows : packed->columns; }
+
+static int32_t check_codes(const sl_job *job, sl_error *error) {
+    const sl_codes *codes = job->codes;
+    uint64_t width = width_of(job->packed), rows = width > 0 ? job->size / sizeof(float) / width : 0, bytes, all;
+    if (codes->bits < 1 || codes->bits > 8 || codes->order < SL_ORDER_STREAM || codes->order > SL_ORDER_WORDS ||
+        (codes->order != SL_ORDER_STREAM && codes->bits != 4) || job->to != SL_U8)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "no codes of %d bits in order %d as dtype %d", codes->bits,
+                       codes->order, job->to);
+    uint64_t unit = codes->order == SL_ORDER_WORDS ? 8 : 1;
+    if (codes->order == SL_ORDER_HALVES || codes->block_bytes > 0) unit = SL_CODES_UNIT;
+    if (width % unit != 0)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "rows of %llu codes are not whole units of %llu",
+                       (unsigned long long)width, (unsigned long long)unit);
+    bool fits = sl_codes_bytes(codes, width, &bytes) && sl_mul_u64(rows, codes->row_bytes, &all);
+    if (!fits || bytes > codes->row_bytes)
+        return sl_fail(error, SL_E_ARGUMENT, -1, "rows of %llu bytes cannot hold %llu codes of %d bits",
+                       (unsigned long long)codes->row_bytes, (unsigned long long)width, codes->bits);
+    return SL_OK;
+}
+
+/* Chunks and pieces begin at whole units of a row, so that no two share a byte; else a single chunk writes all. */
+static int32_t plan_codes(const sl_job *job, sl_plan *plan, sl_error *error) {
+    uint64_t width = width_of(job->packed), unit = sl_max_u64(SL_CODES_UNIT, sl_packed_unit(job));
+    int32_t status = check_codes(job, error);
+    if (status != SL_OK) return status;
+    if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, 1, plan, error);
+    if (width % unit != 0) unit = width * sizeof(float) <= SL_STAGING ? width : 1;
+    status = sl_plan_pieces(job, unit, unit, unit, plan, error);
+    if (status == SL_OK && unit == 1) sl_plan_bytes(job, job->size, 0, plan);
+    return status;
+}
+
 static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
     const sl_dtype_info *to = sl_dtype_get(job->to);
+    if (job->codes != NULL) return plan_codes(job, plan, error);
     if (to == NULL || (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion)))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
     uint64_t unit = (uint64_t)to->block;
@@ -88,28 +126,44 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
 
 typedef struct work {
     const sl_job *job;
-    const sl_conversion *conversion;
-    bool streams;
+    const sl_plan *plan;
 } work;
+
+/* Packs values, which can belong to several rows. */
+static void store_codes(const work *self, const uint8_t *source, uint64_t element, uint64_t count) {
+    const sl_codes *codes = self->job->codes;
+    uint64_t width = width_of(self->job->packed);
+    uint8_t bytes[SL_VALUES];
+    for (uint64_t some; count > 0; count -= some, element += some, source += some * sizeof(float)) {
+        uint64_t first = element % width;
+        some = sl_min_u64(sl_min_u64(width - first, count), SL_VALUES);
+        self->plan->restore.narrow(source, (size_t)some, bytes);
+        sl_codes_put(codes, bytes, first, some, (uint8_t *)self->job->memory + element / width * codes->row_bytes);
+    }
+}
 
 static int32_t store(void *context, const uint8_t *source, uint64_t element, uint64_t count, sl_error *error) {
     const work *self = context;
+    const sl_conversion *conversion = &self->plan->conversion;
+    if (self->job->codes != NULL) {
+        store_codes(self, source, element, count);
+        return SL_OK;
+    }
     const sl_dtype_info *to = sl_dtype_get(self->job->to);
     uint8_t *target = (uint8_t *)self->job->memory + sl_dtype_bytes(to, element);
-    if (self->streams)
-        sl_conversion_stream(self->conversion, source, target, (size_t)count);
-    else if (self->conversion->first == NULL)
+    if (self->plan->streams)
+        sl_conversion_stream(conversion, source, target, (size_t)count);
+    else if (conversion->first == NULL)
         memcpy(target, source, (size_t)count * sizeof(float));
     else
-        sl_conversion_run(self->conversion, source, target, (size_t)count);
+        sl_conversion_run(conversion, source, target, (size_t)count);
     if (to->bits > 0) return SL_OK;
-    return sl_check_blocks(self->conversion, self->job->to, source, target, count / (uint64_t)to->block, element,
-                           error);
+    return sl_check_blocks(conversion, self->job->to, source, target, count / (uint64_t)to->block, element, error);
 }
 
 static int32_t run_in_order(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
-    if (plan->conversion.first != NULL) {
-        work self = {job, &plan->conversion, plan->streams};
+    if (plan->conversion.first != NULL || job->codes != NULL) {
+        work self = {job, plan};
         return sl_each_piece(job, plan, chunk, scratch, store, &self, error);
     }
     uint64_t begin = sl_chunk_begin(job, plan, chunk), end = sl_chunk_begin(job, plan, chunk + 1);
@@ -281,9 +335,14 @@ static void restore_column(band *self, uint64_t column, uint64_t columns, uint64
 /* Prefetches the destination of a column, starting at `value`. The columns are too far apart for the processor's own
  * prefetcher, so each store would wait for memory. */
 static void prefetch(const band *self, uint64_t value, uint64_t count) {
-    const sl_dtype_info *to = sl_dtype_get(self->job->to);
-    uint8_t *memory = (uint8_t *)self->job->memory + sl_dtype_bytes(to, value);
-    uint64_t size = sl_dtype_bytes(to, count);
+    const sl_job *job = self->job;
+    const sl_dtype_info *to = sl_dtype_get(job->to);
+    uint64_t begin = sl_dtype_bytes(to, value), size = sl_dtype_bytes(to, count), width = job->packed->rows;
+    if (job->codes != NULL) {
+        begin = value / width * job->codes->row_bytes + sl_codes_begin(job->codes, value % width);
+        size = sl_codes_begin(job->codes, count);
+    }
+    uint8_t *memory = (uint8_t *)job->memory + begin;
     for (uint64_t at = 0; at < size; at += 64) SL_PREFETCH_WRITE(memory + at);
 }
 
@@ -291,7 +350,7 @@ static void prefetch(const band *self, uint64_t value, uint64_t count) {
  * cache, because reading them again from memory would have to wait for the stores. */
 static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_error *error) {
     const sl_packed *packed = self->job->packed;
-    work one = {self->job, &self->plan->conversion, self->plan->streams};
+    work one = {self->job, self->plan};
     bool nibbles = in_nibbles(packed, 8);
     for (uint64_t some; column < end; column += some) {
         some = sl_min_u64(end - column, nibbles ? NIBBLE_COLUMNS : TILE_COLUMNS);
@@ -301,7 +360,7 @@ static int32_t restore_columns(band *self, uint64_t column, uint64_t end, sl_err
         self->scaled_as = UINT64_MAX;
         for (uint64_t k = 0; k < some; k++) {
             uint64_t value = (self->matrix * packed->columns + column + k) * packed->rows + self->row;
-            if (!one.streams && column + k + AHEAD < packed->columns)
+            if (!self->plan->streams && column + k + AHEAD < packed->columns)
                 prefetch(self, value + AHEAD * packed->rows, self->rows);
             restore_column(self, column, some, k);
             int32_t status = store(&one, self->line, value, self->rows, error);
@@ -401,14 +460,14 @@ static int32_t restore_few(const band *self, const sl_grouped *codes, uint64_t c
                            sl_error *error) {
     const sl_packed *packed = self->job->packed;
     const sl_restore *kernels = &self->plan->restore;
-    work one = {self->job, &self->plan->conversion, self->plan->streams};
+    work one = {self->job, self->plan};
     for (uint64_t row = 0, rows; row < self->rows; row += rows) {
         rows = sl_min_u64(self->rows - row, LONGEST_BLOCK);
         uint64_t value = (self->matrix * packed->columns + column) * packed->rows + self->row + row;
         kernels->grouped(codes, (size_t)row, (size_t)(row + rows), (size_t)columns, self->turned, FEW_LINE);
         for (uint64_t k = 0; k < columns; k++, value += packed->rows) {
             uint8_t *line = self->turned + k * FEW_LINE;
-            if (!one.streams && column + k + AHEAD < packed->columns)
+            if (!self->plan->streams && column + k + AHEAD < packed->columns)
                 prefetch(self, value + AHEAD * packed->rows, rows);
             if (packed->factors != NULL) {
                 const sl_scaling factors = {1, 0, packed->factors + self->row + row, NULL, NULL};

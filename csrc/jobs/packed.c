@@ -2,6 +2,7 @@
 #include "jobs/packed.h"
 
 #include "jobs/masked.h"
+#include "kernels/quant.h"
 #include "kernels/scalar.h"
 #include "kernels/tier.h"
 
@@ -72,9 +73,11 @@ static int32_t check_blocks(const sl_packed *packed, sl_error *error) {
     if (blocks == NULL || blocks->kind != SL_KIND_BLOCKS ||
         sl_tier_convert(SL_TIER_SCALAR, packed->codes, SL_F32) == NULL)
         REFUSE("codes cannot be blocks of dtype %d", packed->codes);
-    if (packed->table != NULL || packed->word_codes != 0 || packed->high_first != 0 || packed->interleaved != 0 ||
-        packed->transpose != 0)
-        REFUSE("blocks have no table, no words, no planes, and are never transposed");
+    if (packed->word_codes != 0 || packed->high_first != 0 || packed->interleaved != 0 || packed->transpose != 0)
+        REFUSE("blocks have no words, no planes, and are never transposed");
+    if (packed->table != NULL && (blocks->block != SL_QK || (packed->bits != 4 && packed->bits != 8) ||
+                                  packed->bits * 4 > blocks->block_bytes || packed->forbidden >= 0))
+        REFUSE("blocks of dtype %d do not end with 32 codes of %d bits", packed->codes, packed->bits);
     if (packed->forbidden >= 0 && (packed->codes != SL_I2_S || packed->forbidden > 3))
         REFUSE("only codes of 2 bits can be forbidden");
     return SL_OK;
@@ -275,6 +278,21 @@ static void put_in_order(const uint8_t *words, size_t count, uint8_t *stream) {
     }
 }
 
+/* Looks up the codes at the end of each of some blocks. */
+static void look_up_blocks(const sl_packed *packed, const sl_plan *plan, const uint8_t *block, size_t count,
+                           uint8_t *values) {
+    const size_t size = (size_t)blocks_of(packed)->block_bytes, half = 16 * sizeof(float);
+    for (size_t i = 0; i < count; i += SL_QK, block += size, values += 2 * half) {
+        const uint8_t *codes = block + size - (size_t)packed->bits * 4;
+        if (packed->bits == 8) {
+            sl_restore_stream(codes, 0, 8, SL_QK, packed->table, values);
+            continue;
+        }
+        plan->restore.plane(codes, 0, 4, 16, packed->table, NULL, values);
+        plan->restore.plane(codes, 4, 4, 16, packed->table, NULL, values + half);
+    }
+}
+
 void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8_t *bytes, uint64_t column,
                        uint64_t count, const sl_scaling *scaling, void *values) {
     size_t some = (size_t)count;
@@ -284,6 +302,11 @@ void sl_packed_look_up(const sl_packed *packed, const sl_plan *plan, const uint8
         uint64_t first = column % 8;
         put_in_order(bytes + column / 8 * 4, (size_t)((first + count + 7) / 8), stream);
         plan->restore.nibbles(stream + first / 2, first % 2, false, some, packed->table, scaling, values);
+        return;
+    }
+    if (packed->layout == SL_LAYOUT_BLOCKS && packed->table != NULL) {
+        look_up_blocks(packed, plan, bytes + column_begin(packed, column), some, values);
+        if (scaling != NULL) plan->restore.scale(values, some, scaling);
         return;
     }
     if (bits == 4 && packed->table != NULL && packed->word_codes == 0) {

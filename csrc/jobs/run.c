@@ -33,6 +33,9 @@ static int32_t plan_job(const sl_job *job, int32_t tier, sl_plan *plan, sl_error
     if (status == SL_OK) status = check_taken(op, "channels", op->channels, job->channels != NULL, error);
     if (status == SL_OK) status = check_taken(op, "packed codes", op->packed, job->packed != NULL, error);
     if (status == SL_OK) status = check_taken(op, "a merge", op->merge, job->merge != NULL, error);
+    if (status == SL_OK)
+        status = check_taken(op, "codes", job->op == SL_OP_RESTORE ? SL_TAKES_ANY : SL_TAKES_NONE, job->codes != NULL,
+                             error);
     if (status == SL_OK && job->packed != NULL) status = sl_packed_check(job, job->op == SL_OP_RESTORE, error);
     if (status == SL_OK) status = op->plan(job, plan, error);
     if (status == SL_OK && job->packed != NULL) sl_packed_plan(job, plan);

@@ -5,6 +5,9 @@
 
 #include "base/base.h"
 
+/* Added to an integer of magnitude below 2^22, the sum's lowest bits are the integer: 1.5 * 2^23. */
+#define SL_TO_INTEGER 0x1.8p23f
+
 /* Scales of consecutive values: value i of a run uses element (first + i) / block of each array. */
 typedef struct sl_scaling {
     size_t block, first;                  /* first < block */
@@ -60,6 +63,8 @@ typedef struct sl_restore {
     /* For each of `count` bits of a mask, from bit `first` of its first byte on: the next of `held` f32 if the bit is
      * set, else 0. `held` bits are set. */
     void (*expand)(const uint8_t *mask, size_t first, size_t count, const void *stored, size_t held, void *values);
+    /* The lowest byte of each value, an integer of magnitude below 2^22. */
+    void (*narrow)(const void *values, size_t count, uint8_t *bytes);
 } sl_restore;
 
 extern const sl_restore sl_restore_scalar;

@@ -189,7 +189,26 @@ TARGET static void sl_expand_avx2(const uint8_t *mask, size_t first, size_t coun
     if (i < count) sl_restore_scalar.expand(byte, 0, count - i, next, held, out + 4 * i);
 }
 
-const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2,   sl_words_avx2,
-                                    sl_scale_avx2,   sl_grouped_avx2, sl_expand_avx2};
+/* Returns 8 integers, cut to their lowest bytes. */
+TARGET static inline __m256i lowest(const uint8_t *values) {
+    __m256i sums = _mm256_castps_si256(_mm256_add_ps(load(values), same(SL_TO_INTEGER)));
+    return _mm256_and_si256(sums, _mm256_set1_epi32(255));
+}
+
+TARGET static void sl_narrow_avx2(const void *values, size_t count, uint8_t *bytes) {
+    const uint8_t *in = values;
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32, in += 128) {
+        __m256i low = _mm256_packs_epi32(lowest(in), lowest(in + 32));
+        __m256i high = _mm256_packs_epi32(lowest(in + 64), lowest(in + 96));
+        __m256i all = _mm256_packus_epi16(low, high); /* in lanes of four */
+        all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        _mm256_storeu_si256((__m256i *)(void *)(bytes + i), all);
+    }
+    sl_restore_scalar.narrow(in, count - i, bytes + i);
+}
+
+const sl_restore sl_restore_avx2 = {sl_nibbles_avx2, sl_plane_avx2,  sl_words_avx2, sl_scale_avx2,
+                                    sl_grouped_avx2, sl_expand_avx2, sl_narrow_avx2};
 
 #endif

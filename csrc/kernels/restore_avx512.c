@@ -191,7 +191,17 @@ TARGET static void sl_expand_avx512(const uint8_t *mask, size_t first, size_t co
     if (i < count) sl_restore_scalar.expand(bytes, 0, count - i, next, held, out + 4 * i);
 }
 
-const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512,   sl_words_avx512,
-                                      sl_scale_avx512,   sl_grouped_avx512, sl_expand_avx512};
+TARGET static void sl_narrow_avx512(const void *values, size_t count, uint8_t *bytes) {
+    const uint8_t *in = values;
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16, in += 64) {
+        __m512i sums = _mm512_castps_si512(_mm512_add_ps(load(in), same(SL_TO_INTEGER)));
+        _mm_storeu_si128((__m128i *)(void *)(bytes + i), _mm512_cvtepi32_epi8(sums));
+    }
+    sl_restore_scalar.narrow(in, count - i, bytes + i);
+}
+
+const sl_restore sl_restore_avx512 = {sl_nibbles_avx512, sl_plane_avx512,  sl_words_avx512, sl_scale_avx512,
+                                      sl_grouped_avx512, sl_expand_avx512, sl_narrow_avx512};
 
 #endif

@@ -132,10 +132,23 @@ static inline void square(const sl_grouped *all, size_t row, uint8_t *out, size_
 
 #include "kernels/restore_lanes.h"
 
+/* Returns 4 integers, cut to their lowest 16 bits. */
+static inline uint16x4_t lowest(const uint8_t *values) {
+    return vmovn_u32(vreinterpretq_u32_f32(vaddq_f32(load(values), vdupq_n_f32(SL_TO_INTEGER))));
+}
+
+static void sl_narrow_neon(const void *values, size_t count, uint8_t *bytes) {
+    const uint8_t *in = values;
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8, in += 32) vst1_u8(bytes + i, vmovn_u16(vcombine_u16(lowest(in), lowest(in + 16))));
+    sl_restore_scalar.narrow(in, count - i, bytes + i);
+}
+
 const sl_restore sl_restore_neon = {.nibbles = sl_nibbles_neon,
                                     .plane = sl_plane_neon,
                                     .words = sl_words_neon,
                                     .scale = sl_scale_neon,
-                                    .grouped = sl_grouped_neon};
+                                    .grouped = sl_grouped_neon,
+                                    .narrow = sl_narrow_neon};
 
 #endif

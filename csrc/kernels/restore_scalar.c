@@ -75,6 +75,15 @@ static void sl_expand_scalar(const uint8_t *mask, size_t first, size_t count, co
     memset((uint8_t *)values + 4 * i, 0, 4 * (count - i));
 }
 
+static void sl_narrow_scalar(const void *values, size_t count, uint8_t *bytes) {
+    for (size_t i = 0; i < count; i++) {
+        float sum = float_of(load32(values, i)) + SL_TO_INTEGER;
+        uint32_t bits;
+        memcpy(&bits, &sum, sizeof bits);
+        bytes[i] = (uint8_t)bits;
+    }
+}
+
 void sl_restore_stream(const uint8_t *codes, size_t first, int bits, size_t count, const float *table, void *values) {
     uint32_t mask = (1u << bits) - 1, held = 0;
     int available = 0;
@@ -149,5 +158,5 @@ size_t sl_restore_find_pair(const uint8_t *bytes, int shift, size_t count, uint8
     return i;
 }
 
-const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar,   sl_words_scalar,
-                                      sl_scale_scalar,   sl_grouped_scalar, sl_expand_scalar};
+const sl_restore sl_restore_scalar = {sl_nibbles_scalar, sl_plane_scalar,  sl_words_scalar, sl_scale_scalar,
+                                      sl_grouped_scalar, sl_expand_scalar, sl_narrow_scalar};

@@ -143,6 +143,7 @@ sl_restore sl_tier_restore(int32_t tier) {
         TAKE(scale);
         TAKE(grouped);
         TAKE(expand);
+        TAKE(narrow);
 #undef TAKE
     }
     return found;

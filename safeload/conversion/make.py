@@ -472,9 +472,7 @@ class Maker:
         def make(role: str) -> Array:
             if role in constants:
                 return constants[role]
-            if decision.codes == MOVED:
-                return quantize.moved(encoding, self._catalog.coded(source), role, self._threads)
-            return self._part_of(encoding, decision.partners, role)
+            return self._part_of(encoding, decision, role)
 
         roles = encoding.preset.parts.items()
         parts = {part.suffix: Lazy(*encoding.stored(role), partial(make, role)) for role, part in roles}
@@ -489,9 +487,7 @@ class Maker:
         """Quantize a weight for an engine at once: its parts that depend on values, by role."""
         encoding = self._encoding(source, decision, self._about(source).shape)
         if decision.codes == MOVED:
-            coded, constants = self._catalog.coded(source), encoding.constants()
-            roles = [role for role in encoding.preset.parts if role not in constants]
-            return encoding, {role: quantize.moved(encoding, coded, role, self._threads) for role in roles}
+            return encoding, quantize.moved(encoding, self._catalog.coded(source), threads=self._threads)
         largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
         return encoding, quantize.encode(encoding, weights, largest=largest, threads=self._threads)
 
@@ -506,27 +502,23 @@ class Maker:
             self._maxima[names] = max(quantize.largest_in(each, values, self._threads) for each, values in weights)
         return self._maxima[names]
 
-    def _part_of(self, encoding: quantize.Encoding, partners: tuple[str, ...], role: str) -> Array:
+    def _part_of(self, encoding: quantize.Encoding, decision: Decision, role: str) -> Array:
         name = encoding.name
         kept = self._kept_parts.get(name, {}).pop(role, None)
         if kept is not None:
             self._kept_bytes -= kept.nbytes
             return kept
-        largest = self._largest(encoding, partners)
-        if largest is not None and role == packing.GLOBAL:
-            return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
-        codes = None
+        how: dict[str, Any] = {"only_scales": role != packing.CODES, "threads": self._threads}
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
-            codes = self._codes.array(shape, dtype)
-        parts = quantize.encode(
-            encoding,
-            self._weights(name, encoding.row),
-            largest=largest,
-            codes=codes,
-            only_scales=role != packing.CODES,
-            threads=self._threads,
-        )
+            how["codes"] = self._codes.array(shape, dtype)
+        if decision.codes == MOVED:
+            parts = quantize.moved(encoding, self._catalog.coded(name), **how)
+        else:
+            largest = self._largest(encoding, decision.partners)
+            if largest is not None and role == packing.GLOBAL:
+                return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
+            parts = quantize.encode(encoding, self._weights(name, encoding.row), largest=largest, **how)
         # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
         scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
         nbytes = sum(part.nbytes for part in scales.values())

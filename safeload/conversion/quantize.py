@@ -625,40 +625,38 @@ def encode(
     return parts
 
 
-def moved(encoding: Encoding, coded: moving.Coded, role: str, threads: int | None = None) -> Array:
-    """Return a part of a weight whose codes move from another format."""
-    preset, (dtype, shape) = encoding.preset, encoding.stored(role)
-    target = moving.holds(preset.name)
+def moved(
+    encoding: Encoding,
+    coded: moving.Coded,
+    *,
+    codes: Array | None = None,  # memory for the codes
+    only_scales: bool = False,
+    threads: int | None = None,
+) -> dict[str, Array]:
+    """Like `encode`, for a weight whose codes move from another format."""
+    preset, target = encoding.preset, moving.holds(encoding.preset.name)
     assert target is not None
-    if role == packing.CODES:
-        out = private_array(shape, dtype)
-        rows: Array = out.reshape(-1).view(np.uint8).reshape(len(coded.matrices), encoding.shape[-2], -1)
-        for place, codes in zip(rows, moving.moved_codes(coded, target, threads), strict=True):
-            place[...] = _packed_codes(codes ^ np.uint8(128) if preset.signed else codes, preset.bits, place.shape[1])
-        return _in_words(out, encoding)
     grids = moving.moved_grids(coded, target)
-    if role == packing.ZERO:
+    parts: dict[str, Array] = {}
+    if not only_scales:
+        dtype, shape = encoding.stored(packing.CODES)
+        codes = private_array(shape, dtype) if codes is None else codes
+        rows: Array = codes.reshape(-1).view(np.uint8).reshape(len(coded.matrices), encoding.shape[-2], -1)
+        moving.move_codes(coded, target, rows, signed=preset.signed, threads=threads)
+        parts[packing.CODES] = _in_words(codes, encoding)
+    if packing.ZERO in preset.parts:
         points = np.zeros(encoding.grid, np.int8)
-        return _packed_zeros(points if grids.zeros is None else grids.zeros[0] - (1 << preset.bits - 1), preset)
-    values = {packing.SCALE: grids.scales, packing.BIAS: grids.biases, packing.GLOBAL: grids.factors}[role]
-    assert values is not None
-    if role == packing.SCALE and dtype.itemsize == 1:
-        values = values.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
-    return _turned(_little(values, dtype).reshape(shape if role == packing.GLOBAL else encoding.grid), preset)
-
-
-def _packed_codes(codes: Array, bits: int, row_bytes: int) -> Array:
-    """Return rows of codes as bytes, the first code in the lowest bits."""
-    if bits == 8:
-        packed = codes
-    elif bits == 4:
-        even = codes if codes.shape[1] % 2 == 0 else np.pad(codes, ((0, 0), (0, 1)))
-        pairs = np.ascontiguousarray(even).view("<u2")
-        packed = (pairs | pairs >> 4).astype(np.uint8)
-    else:
-        each = codes[..., None] >> np.arange(bits, dtype=np.uint8) & 1
-        packed = np.packbits(each.reshape(len(codes), -1), axis=-1, bitorder="little")
-    return packed if packed.shape[1] == row_bytes else np.pad(packed, ((0, 0), (0, row_bytes - packed.shape[1])))
+        points = points if grids.zeros is None else grids.zeros[0] - (1 << preset.bits - 1)
+        parts[packing.ZERO] = _packed_zeros(points, preset)
+    values = {packing.SCALE: grids.scales, packing.BIAS: grids.biases, packing.GLOBAL: grids.factors}
+    for role in preset.parts.keys() & values.keys():
+        (dtype, shape), numbers = encoding.stored(role), values[role]
+        assert numbers is not None
+        if role == packing.SCALE and dtype.itemsize == 1:
+            numbers = numbers.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
+        part = _little(numbers, dtype).reshape(shape if role == packing.GLOBAL else encoding.grid)
+        parts[role] = part if role == packing.GLOBAL else _turned(part, preset)
+    return parts
 
 
 def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:

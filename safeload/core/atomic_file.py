@@ -127,7 +127,7 @@ class AtomicFile:
                 op = lib.SL_OP_APPEND if self.in_order else lib.SL_OP_WRITE_BACK if early else lib.SL_OP_WRITE
                 rows = []
                 for address, size in pieces:
-                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0, self._pages))
+                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0, self._pages, 0))
                     end += size
                 table, files, total = np.array(rows, dtype=jobs.JOB), [handle] * len(rows), end - self._position
                 failed = jobs.Job(handle, 0, 0, 0, origin=jobs.Origin("", path=self.path))

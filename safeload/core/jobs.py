@@ -78,6 +78,19 @@ class Updates(NamedTuple):
         return {"columns": self.columns, "count": len(rows), "updates": table}
 
 
+class CodeLayout(NamedTuple):
+    """An ``sl_codes``: the layout of codes that packed codes move to."""
+
+    bits: int
+    order: int  # such as `lib.SL_ORDER_STREAM`
+    row_bytes: int
+    block_bytes: int = 0  # between blocks of 32 codes; 0 for rows without gaps
+
+    def prepare(self) -> dict[str, Any]:
+        """Return the fields of an ``sl_codes``."""
+        return self._asdict()
+
+
 def panels_of(right: Array) -> Array:
     """Return a matrix [rank, columns] as f32 panels, with zeros in the last panel's unused columns."""
     rank, columns = right.shape
@@ -114,6 +127,7 @@ class Job(NamedTuple):
     origin: Origin | None = None  # None if the file can find the tensor by the failing byte
     packed: Any = None  # a `CodeReader` for operations on packed codes: `source` is F32, `size` counts values
     merge: Updates | None = None  # for `lib.SL_OP_MERGE`
+    codes: CodeLayout | None = None  # for `lib.SL_OP_RESTORE` to codes, with the target U8
 
 
 _FILE, _SIZE, _CODES = map(attrgetter, ("file", "size", "packed"))
@@ -146,12 +160,20 @@ def struct_dtype(name: str) -> np.dtype[Any]:
 
 # A job, with its fields in the order of `Job`.
 JOB = struct_dtype("sl_job")[
-    ["file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge", "pages"]
+    [
+        *("file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"),
+        *("pages", "codes"),
+    ]
 ]
 _GRID = struct_dtype("sl_grid")
-_CHANNELS = struct_dtype("sl_channels")
 _PACKED = struct_dtype("sl_packed")
-_MERGE = struct_dtype("sl_merge")
+# Fields of a job that have a struct of their own, besides packed codes.
+_DESCRIBED = (
+    ("grid", _GRID),
+    ("channels", struct_dtype("sl_channels")),
+    ("merge", struct_dtype("sl_merge")),
+    ("codes", struct_dtype("sl_codes")),
+)
 
 # The source of a job: a file, a handle kept open by the caller, or None for memory.
 JobFile = WeightFile | int | None
@@ -280,18 +302,19 @@ class Batch:
         left = total = int(sum(map(_SIZE, jobs)))
         with reporter(progress, total) if progress else SILENT as report:
             sources = set(map(_FILE, jobs))
-            for codes in set(map(_CODES, jobs)) - {None}:  # with scales of their own
-                sources.update(map(itemgetter(0), codes.stored().values()))
+            for reader in set(map(_CODES, jobs)) - {None}:  # with scales of their own
+                sources.update(map(itemgetter(0), reader.stored().values()))
             if any(map(is_remote, sources)):
                 jobs = Batch.run_remote(jobs, thread_count(total, threads), report)
                 left = sum(map(_SIZE, jobs))
-            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
-            files, *_, grids, channels, _, packed, merges = zip(*jobs, strict=True) if jobs else [()] * len(Job._fields)
-            columns = ("grid", grids, _GRID), ("channels", channels, _CHANNELS), ("merge", merges, _MERGE)
+            table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
+            fields = dict(zip(Job._fields, zip(*jobs, strict=True), strict=True)) if jobs else {}
+            columns = [(name, fields.get(name, ()), dtype) for name, dtype in _DESCRIBED]
+            packed = fields.get("packed", ())
             descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
             self.refused |= run_jobs(
                 table,
-                files,
+                fields.get("file", ()),
                 total,
                 threads,
                 report=report,

@@ -426,6 +426,8 @@ class CodeReader:
         row = dtypes.BY_CODE.get(packed.numbers)
         if packed.layout == packing.BLOCKS:
             fields["codes"] = getattr(lib, f"SL_{packed.numbers.upper()}")
+            if packing.TABLE in self._parts:  # of codes without their scales
+                fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
         elif row is not None:
             fields["codes"] = row.number
         elif packed.numbers == packing.TABLE:

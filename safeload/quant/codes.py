@@ -16,9 +16,8 @@ import numpy as np
 from ..core import dtypes, jobs, packing, restore
 from ..core.arrays import Array
 from ..core.cast import astype
-from ..core.memory import private_array
 from ..core.native import address_of, lib
-from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Packed
+from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed
 from .families import Preset, presets
 
 INTEGER, E2M1, E4M3 = "integer", "e2m1", "F8_E4M3"
@@ -31,7 +30,7 @@ _CARRIED = {CODES, SCALE, ZERO, BIAS, GLOBAL, SHAPE, GROUPS}
 _INTEGERS = {"offset": True, "signed": True, "I8": True, "unsigned": False, "U8": False}  # True if 0 is in the middle
 # Twice the numbers of E2M1, with the middle of 8 bits as 0.
 _DOUBLED = (2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]) + 128).astype(np.uint8)
-_AT_A_TIME = 4 << 20  # codes that are unpacked at a time
+_U8 = dtypes.BY_CODE["U8"]
 _MOST_SCALE = np.float32(448.0)  # of E4M3
 
 
@@ -258,40 +257,6 @@ def _chosen(values: Array, matrix: Matrix) -> Array:
     return chosen
 
 
-def codes_of(matrix: Matrix, threads: int | None = None) -> Array:
-    """Return the codes of a matrix as unsigned numbers [rows, columns], a byte each."""
-    packed, index, rows = matrix
-    kind, (height, width) = packed.packing, _sides(packed)
-    if kind.layout == packing.BLOCKS:
-        codes = _codes_in_blocks(matrix)
-        return codes if rows is None else codes[rows]
-    bare = kind._replace(
-        grid=None, zeros=None, scale_rule=packing.STORED, scale_dtype=None, numbers="bits", symmetric=False
-    )
-    part = packed.parts[CODES]
-    if isinstance(part.file, np.ndarray):
-        begin = address_of(part.file) + part.begin if part.file.size else 0
-        part = part._replace(file=None, begin=begin, end=begin + part.end - part.begin)
-    out: Array = np.empty(height * width, np.uint8)
-    values: Array = np.empty(0, np.float16)
-    for span in restore.divided(bare._replace(matrices=1), _AT_A_TIME):
-        begin, count, place = restore.values_before(bare, span), span.values, span._replace(first=index)
-        if not count:
-            continue
-        if values.size < count:
-            values = private_array((count,), np.dtype(np.float16))
-        memory = address_of(values) - 2 * restore.values_before(bare, place)
-        number = dtypes.BY_CODE["F16"].number
-        jobs.Batch(restore.restore_jobs(Packed(bare, {CODES: part}), memory, number, "", ranges=(place,))).run(
-            threads=threads
-        )
-        np.copyto(out[begin : begin + count], jobs.native_order(values[:count].view(np.uint16)), casting="unsafe")
-    if kind.numbers in ("signed", "I8"):
-        out ^= np.uint8(1 << kind.bits - 1)
-    codes = out.reshape(height, width)
-    return codes if rows is None else codes[rows]
-
-
 # ---- ggml's blocks ----
 
 
@@ -317,14 +282,6 @@ def _grids_in_blocks(matrix: Matrix) -> Grids:
     return Grids(grids[0], None, grids[1] if len(grids) > 1 else None)
 
 
-def _codes_in_blocks(matrix: Matrix) -> Array:
-    bits, kind = _BLOCKS[matrix.packed.packing.numbers].bits, matrix.packed.packing
-    stored = _bytes_in_blocks(matrix._replace(rows=None))
-    packed = stored[..., -4 * bits :]
-    codes: Array = packed ^ np.uint8(128) if bits == 8 else np.concatenate([packed & 15, packed >> 4], axis=-1)
-    return codes.reshape(kind.rows, kind.columns)
-
-
 def blocks(scheme: str, coded: Coded, threads: int | None = None) -> Array:
     """Return the bytes of a weight in a block type of ggml: [..., rows, bytes of a row]."""
     target, row = _BLOCKS[scheme], dtypes.BLOCK_TYPES[scheme]
@@ -335,11 +292,7 @@ def blocks(scheme: str, coded: Coded, threads: int | None = None) -> Array:
     for k, each in enumerate(values for values in (grids.scales, grids.biases) if values is not None):
         bytes_of = jobs.native_order(each.astype(dtype)).reshape(*each.shape, 1).view(np.uint8)
         out[..., k * dtype.itemsize : (k + 1) * dtype.itemsize] = bytes_of
-    for k, codes in enumerate(moved_codes(coded, target, threads)):
-        each = codes.reshape(rows, -1, row.block)
-        out[k, ..., -4 * target.bits :] = (
-            each ^ np.uint8(128) if target.bits == 8 else each[..., :16] | each[..., 16:] << 4
-        )
+    move_codes(coded, target, out[..., -4 * target.bits :], signed=target.bits == 8, threads=threads)
     return out.reshape(*coded.shape[:-1], -1)
 
 
@@ -415,29 +368,76 @@ def moved_grids(coded: Coded, target: Holds) -> Grids:
     return Grids(scales, zeros, biases, factors).mapped(lambda grid: _expanded(grid, coded, source, target))
 
 
-def moved_codes(coded: Coded, target: Holds, threads: int | None = None) -> Any:
-    """Yield the codes of each matrix for a layout, as unsigned numbers."""
-    source = coded.held()
-    middle, zeros = 1 << target.bits - 1, None
+def move_codes(coded: Coded, target: Holds, out: Array, *, signed: bool = False, threads: int | None = None) -> None:
+    """Fill bytes [matrices, rows, bytes], or [matrices, rows, blocks, bytes of 32 codes], with codes.
+
+    ``signed`` codes are in two's complement.
+    """
+    source, (rows, columns) = coded.held(), coded.shape[-2:]
+    order, work, taken = lib.SL_ORDER_STREAM, [], []
+    if out.ndim == 4:
+        order = lib.SL_ORDER_HALVES if target.bits == 4 else order
+    else:
+        out[..., -(-columns * target.bits // 8) :] = 0  # rows can end with a word that is not full
+    for place, matrix in zip(out, coded.matrices, strict=True):
+        if matrix.rows is not None:  # all of the matrix, then rows of it
+            rows = _sides(matrix.packed)[0]
+            taken.append((place, np.empty((rows, *place.shape[1:]), np.uint8), matrix.rows))
+            place = taken[-1][1]
+        packed, owner = _as_numbers(matrix, source, target, signed)
+        part = restore.whole(packed.packing)._replace(first=matrix.number, matrices=1)
+        reader = restore.CodeReader(packed, part, "")
+        codes = jobs.CodeLayout(target.bits, order, place.strides[0], place.strides[1] if place.ndim == 3 else 0)
+        how = dtypes.F32.number, _U8.number, lib.SL_OP_RESTORE
+        job = jobs.Job(packed.parts[CODES].file, reader.begin, place.ctypes.data, 4 * part.values, *how)
+        origin = jobs.Origin("", packed.packing.shape, owner)
+        work.append(job._replace(origin=origin, packed=reader, codes=codes))
+    jobs.Batch(work).run(threads=threads)
+    for place, whole, chosen in taken:
+        place[...] = whole[chosen]
+
+
+def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> tuple[Packed, Any]:
+    """Return a packed tensor whose values are the codes of a layout, and the owner of its parts in memory."""
+    (kind, parts), middle = matrix.packed, 1 << target.bits - 1
+    stored = np.arange(1 << source.bits)  # and what each becomes
+    if source.numbers != target.numbers:
+        becomes = _DOUBLED[stored].astype(np.int64)
+    else:
+        becomes = stored ^ (1 << source.bits - 1) if kind.numbers in ("signed", "I8", "q8_0") else stored
+    becomes = becomes - 128 * signed
+    shift: Array = np.zeros((1, 1), np.int64)
     if source.numbers == target.numbers == INTEGER and _centres(source, target):
-        zeros = _zeros_of(coded.grids() if source.zero != MIDDLE else None, source, target.bits)
-    for k, matrix in enumerate(coded.matrices):
-        codes = codes_of(matrix, threads)
-        if source.numbers != target.numbers:
-            codes = _DOUBLED[codes]
-        elif zeros is not None:
-            own = zeros if zeros.size == 1 else zeros[k]
-            shift = own.reshape(-1)[:1] if (own == own.flat[0]).all() else _spread(own, codes.shape, source.block)
-            if (shift != middle).any():
-                codes = codes + (middle - shift).astype(np.uint8)
-        yield codes
+        read = _grids_of(matrix._replace(rows=None)) if source.zero != MIDDLE else None
+        shift = middle - _zeros_of(read, source, target.bits)
+        shift = shift[:1, :1] if (shift == shift[:1, :1]).all() else shift
+    arrays: dict[str, Array] = {packing.TABLE: becomes.astype(np.float32)}
+    numbers = kind.numbers if kind.layout == packing.BLOCKS else packing.TABLE
+    if kind.layout == packing.ROWS and source.bits == 8 and not kind.word_codes:  # bytes need no table
+        numbers, shift, arrays = "U8", shift + becomes[0], {}
+    grid = None
+    if (shift % (1 << target.bits)).any():
+        (down, across), shift = (0, 0) if shift.size == 1 else source.block, -shift.astype(np.float32)
+        if kind.transpose:
+            down, across, shift = across, down, shift.T
+        height, width = shift.shape
+        grid = Grid(down or max(1, kind.rows), across or max(1, kind.columns), height, width, shared=True)
+        arrays |= {SCALE: np.ones_like(shift), ZERO: shift}
+    bare = kind._replace(numbers=numbers, bits=source.bits, grid=grid, zeros=None, scale_dtype=None, symmetric=False)
+    bare = bare._replace(scale_rule=packing.STORED)
+    own, owner = restore.in_memory(bare, arrays)
+    codes = parts[CODES]
+    if isinstance(codes.file, np.ndarray):
+        begin = address_of(codes.file) + codes.begin if codes.file.size else 0
+        codes = codes._replace(file=None, begin=begin, end=begin + codes.end - codes.begin)
+    return Packed(bare, {**own.parts, CODES: codes}), (owner, parts[CODES].file)
 
 
 def _zeros_of(read: Grids | None, source: Holds, bits: int = 0) -> Array:
     """Return the zero points of codes; a single one if all codes have the middle as 0."""
     if read is not None and read.biases is not None:
         return _points(read.scales, read.biases, bits)
-    return np.full(1, 1 << source.bits - 1) if read is None or read.zeros is None else read.zeros
+    return np.full((1, 1), 1 << source.bits - 1) if read is None or read.zeros is None else read.zeros
 
 
 def _points(scales: Array, biases: Array, bits: int) -> Array:
@@ -471,12 +471,6 @@ def _expanded(values: Array, coded: Coded, source: Holds, target: Holds) -> Arra
         if values.shape[axis] != count or own != requested:
             values = np.take(values, places, axis=axis)
     return values
-
-
-def _spread(values: Array, shape: tuple[int, ...], block: tuple[int, int]) -> Array:
-    rows, columns = (np.arange(side) // (own or max(1, side)) for side, own in zip(shape, block, strict=True))
-    spread: Array = values[rows[:, None], columns]
-    return spread
 
 
 def _as(values: Array, code: str) -> Array:
