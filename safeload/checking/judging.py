@@ -23,7 +23,8 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.packing import INT8
+from ..core.packing import BIAS, INT8
+from ..quant.blocks import BLOCKS
 from .forms import Forms
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -58,25 +59,6 @@ class _Format(NamedTuple):
     calibrates: bool = False  # True if some writers calibrate
 
 
-# Of ggml's blocks. A step of clipped blocks is whole.
-_BLOCKS = {
-    "q4_0": _Format(4, 32, 1 / 8),
-    "q5_0": _Format(5, 32, 1 / 16),
-    "q8_0": _Format(8, 32, 0.5 / 127),
-    "q4_1": _Format(4, 32, 0, 0.5 / 15),
-    "q5_1": _Format(5, 32, 0, 0.5 / 31),
-    "q2_k": _Format(2, 256, 0, 1 / 3),
-    "q3_k": _Format(3, 256, 1 / 4),
-    "q4_k": _Format(4, 256, 0, 1 / 15),
-    "q5_k": _Format(5, 256, 0, 1 / 31),
-    "q6_k": _Format(6, 256, 1 / 32),
-    "iq4_nl": _Format(4, 32, 24 / 127),
-    "iq4_xs": _Format(4, 256, 24 / 127),
-    "tq1_0": _Format(1.6, 256, 0.5),
-    "tq2_0": _Format(2, 256, 0.5),
-    "mxfp4": _Format(4, 32, 1 / 3),
-    "nvfp4": _Format(4, 16, 0.2),
-}
 # Of tables of numbers, by the beginning of the label or the name of the table.
 _TABLES = {"nf4": 0.17, "fp4": 0.22, "e2m1": 0.3, "e2m3": 0.08, "e3m2": 0.15, "mxfp8": 0.13}
 # The largest relative error of a float, and of float8 with the smallest magnitude of its scale's range.
@@ -194,7 +176,7 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
     if about.scheme is None:
         rounding = {**_ROUNDING, **_FLOAT8}.get(label)
         return label, _Format(0 if rounding is None else about.row.bits, 1, 0, 0, rounding or 0.0)
-    if packed is not None and packed.packing.numbers not in _BLOCKS:
+    if packed is not None and packed.packing.numbers not in BLOCKS:
         numbers, bits, grid = packed.packing.numbers, packed.packing.bits, packed.packing.grid
         block = 0
         if grid is not None:
@@ -210,9 +192,10 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
         return label, _Format(bits, calibrates=True)
     if about.scheme == INT8:
         return label, _Format(8, 0, 0.5 / 127)
-    known = _BLOCKS.get(about.scheme)
+    known = BLOCKS.get(about.scheme)
     if known is not None:
-        return label, known._replace(calibrates=forms.calibrated(side))
+        step, ranged = (0.0, known.error) if known.zero == BIAS else (known.error, 0.0)
+        return label, _Format(known.bits, known.columns, step, ranged, calibrates=forms.calibrated(side))
     blocks = dtypes.BLOCK_TYPES.get(about.scheme)
     share = 1.0 if blocks is None else 8.0 * blocks.block_bytes / blocks.block
     return label, _Format(min(share, 4.0), calibrates=True)

@@ -18,11 +18,11 @@ from ..core.arrays import Array
 from ..core.cast import astype
 from ..core.native import address_of, lib
 from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed
+from .blocks import BLOCKS, E2M1, INTEGER, MIDDLE
 from .families import Preset, presets
 
-INTEGER, E2M1, E4M3 = "integer", "e2m1", "F8_E4M3"
-# What stands for 0: the middle code, a zero point per block, or a bias per block.
-MIDDLE, POINTS = "middle", "zero points"
+E4M3 = "F8_E4M3"
+POINTS = "zero points"  # a code per block stands for 0
 _FLOATS = ("F16", "BF16", "F32")
 # Parts that a move can carry.
 _CARRIED = {CODES, SCALE, ZERO, BIAS, GLOBAL, SHAPE, GROUPS}
@@ -31,7 +31,6 @@ _INTEGERS = {"offset": True, "signed": True, "I8": True, "unsigned": False, "U8"
 # Twice the numbers of E2M1, with the middle of 8 bits as 0.
 _DOUBLED = (2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]) + 128).astype(np.uint8)
 _U8 = dtypes.BY_CODE["U8"]
-_MOST_SCALE = np.float32(448.0)  # of E4M3
 
 
 class Immovable(Exception):  # noqa: N818 - an answer, not a failure
@@ -43,7 +42,7 @@ class Holds(NamedTuple):
 
     numbers: str  # `INTEGER`, `E2M1` or `E4M3`
     bits: int  # per code
-    zero: str  # `MIDDLE`, `POINTS` or `BIAS`
+    zero: str  # what stands for 0: `MIDDLE`, `POINTS` or `BIAS`
     scales: tuple[str, ...]  # codes of the dtypes of scales
     block: tuple[int, int]  # rows and columns with one scale; 0 for all
     factor: str = ""  # rule of the scale of the whole tensor, such as `packing.DIVIDED`; "" for none
@@ -70,12 +69,10 @@ def _of_preset(preset: Preset) -> Holds | None:
     return Holds(numbers, preset.bits, zero, scales, (preset.row_block, preset.group or 0), factor)
 
 
-# ggml's blocks of codes behind their scales.
 _BLOCKS = {
-    "q4_0": Holds(INTEGER, 4, MIDDLE, ("F16",), (1, 32)),
-    "q4_1": Holds(INTEGER, 4, BIAS, ("F16",), (1, 32)),
-    "q8_0": Holds(INTEGER, 8, MIDDLE, ("F16",), (1, 32)),
-    "mxfp4": Holds(E2M1, 4, MIDDLE, ("F8_E8M0",), (1, 32)),
+    name: Holds(each.codes, int(each.bits), each.zero, (each.scale,), (1, each.columns))
+    for name, each in BLOCKS.items()
+    if each.plain
 }
 
 

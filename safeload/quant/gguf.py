@@ -17,6 +17,7 @@ from ..core.packing import CODES, GLOBAL, SCALE, Grid, Packed, Packing, Part
 from ..core.restore import read_part
 from ..core.text import error_about
 from ..errors import UnsupportedError
+from .blocks import BLOCKS, E2M1
 from .families import Family
 from .packed_group import GroupContext, Misfit, PackedGroup, matrices_of, one_scale, parsed
 from .quantization import GGUF, quantization_of
@@ -85,10 +86,11 @@ def ternary(files: Iterable[weight_file.WeightFile]) -> Iterator[tuple[str, tupl
 
 # ---- codes of E2M1 in other formats, as blocks of the same codes and scales ----
 
-# Block types by the columns and the dtype of a scale; the rules of the scales; and the largest scale that is a number.
-_BLOCKS: dict[tuple[int, str], tuple[str, tuple[str, ...], int]] = {
-    (32, "F8_E8M0"): ("mxfp4", (packing.STORED,), 0xFE),
-    (16, "F8_E4M3"): ("nvfp4", (packing.STORED, packing.MULTIPLIED, packing.DIVIDED), 0x7E),
+_BLOCKS = {(each.columns, each.scale): name for name, each in BLOCKS.items() if each.codes == E2M1}
+# By the dtype of scales: their rules, and the largest that is a number.
+_SCALES: dict[str, tuple[tuple[str, ...], int]] = {
+    "F8_E8M0": ((packing.STORED,), 0xFE),
+    "F8_E4M3": ((packing.STORED, packing.MULTIPLIED, packing.DIVIDED), 0x7E),
 }
 
 
@@ -103,7 +105,10 @@ def _key_of(packed: Packed) -> tuple[int, str]:
 
 def block_type(packed: Packed) -> str | None:
     """Return the block type that holds the codes and the scales of blocks of a packed tensor unchanged, or None."""
-    kind, (name, rules, _) = packed.packing, _BLOCKS.get(_key_of(packed), ("", (), 0))
+    kind, key = packed.packing, _key_of(packed)
+    if key not in _BLOCKS:
+        return None
+    name, (rules, _) = _BLOCKS[key], _SCALES[key[1]]
     factors = math.prod(packed.parts[GLOBAL].shape) if GLOBAL in packed.parts else 1
     fits = kind.scale_rule in rules and kind.factor == 1 and factors in (1, kind.matrices)
     sides = (kind.columns, kind.rows) if kind.transpose else (kind.rows, kind.columns)
@@ -114,7 +119,7 @@ def block_type(packed: Packed) -> str | None:
 def blocks_in(packed: Packed, item: int | None) -> Array:
     """Return a matrix of a packed tensor, or all, as rows of blocks: bytes [..., rows, bytes of a row]."""
     kind, (width, dtype) = packed.packing, _key_of(packed)
-    name, _, largest = _BLOCKS[width, dtype]
+    name, (_, largest) = _BLOCKS[width, dtype], _SCALES[dtype]
     count, per_block, half = (kind.matrices if item is None else 1), dtypes.BLOCK_TYPES[name].block // width, width // 2
 
     def read(role: str, row_bytes: int) -> Array:

@@ -504,6 +504,17 @@ static bool give(sl_packed *packed, claim claims[CLAIMS]) {
 
 /* ---- runs ---- */
 
+/* The layout that values are stored in as codes; NULL: they are stored as a dtype. */
+static const sl_codes *onto;
+
+/* Codes of a row of values. */
+static uint64_t width_of(const sl_packed *packed) { return packed->transpose != 0 ? packed->rows : packed->columns; }
+
+static uint64_t target_of(const sl_packed *packed, uint64_t size, int32_t to) {
+    if (onto == NULL) return bytes_of(to, size / 4);
+    return width_of(packed) == 0 ? 0 : times(size / 4 / width_of(packed), onto->row_bytes);
+}
+
 static int32_t run(const sl_job *job, int32_t tier, int32_t threads, sl_error *error) {
     sl_cursor cursor = {0};
     memset(error, 0, sizeof *error);
@@ -532,7 +543,7 @@ static bool is_tried_on(int32_t tier) {
  * Returns the status, or -1 where it claims what there is no memory for. */
 static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *error) {
     claim claims[CLAIMS];
-    uint64_t target = bytes_of(to, size / 4);
+    uint64_t target = target_of(&packed, size, to);
     int32_t status = -1;
     /* An empty mask reads nothing of a file, which then ends nothing. */
     if (packed.layout == SL_LAYOUT_MASKED && size > small) return -1;
@@ -551,6 +562,7 @@ static int32_t restore(sl_packed packed, uint64_t size, int32_t to, sl_error *er
         claim memory = claimed(target);
         sl_job job = {.op = SL_OP_RESTORE, .from = SL_F32, .to = to, .memory = memory.memory, .size = size};
         job.packed = &packed;
+        job.codes = onto;
         job.file = in_file ? file : SL_MEMORY;
         job.offset = in_file ? 0 : (uint64_t)(uintptr_t)claims[CODES].memory;
         int32_t now = run(&job, tier, in_file ? 1 : 3, error);
@@ -604,6 +616,53 @@ static void restore_to_all(void) {
         packed.size = 0;
         CHECK(restore(packed, 0, SL_BF16, &error) == SL_OK);
     }
+}
+
+/* Every layout of codes, with rows that are just long enough, and what none can be. */
+static void restore_to_codes(void) {
+    static const sl_codes NEVER[] = {
+        {0, SL_ORDER_STREAM, 4096, 0},
+        {9, SL_ORDER_STREAM, 4096, 0},
+        {INT32_MIN, SL_ORDER_STREAM, 4096, 0},
+        {4, -1, 4096, 0},
+        {4, INT32_MAX, 4096, 0},
+        {3, SL_ORDER_HALVES, 4096, 0},
+        {8, SL_ORDER_WORDS, 4096, 0},
+        {4, SL_ORDER_STREAM, 0, 0},
+        {4, SL_ORDER_HALVES, 4096, UINT64_MAX},
+        {4, SL_ORDER_HALVES, 4096, 15},
+    };
+    sl_error error;
+    for (size_t k = 0; k < GOOD_COUNT; k++)
+        for (uint64_t more = 0; more < 2; more++) {
+            sl_packed packed = GOOD[k];
+            if (packed.transpose != 0) packed.rows += 32 * more;
+            if (packed.transpose == 0 && packed.layout != SL_LAYOUT_BLOCKS) packed.columns += 8 * more;
+            repair(&packed, true, true);
+            uint64_t width = width_of(&packed);
+            for (int32_t order = SL_ORDER_STREAM; order <= SL_ORDER_WORDS; order++)
+                for (int32_t bits = order == SL_ORDER_STREAM ? 1 : 4; bits <= (order == SL_ORDER_STREAM ? 8 : 4);
+                     bits++) {
+                    if (!thorough && (k + more + (uint64_t)bits) % 4 != 0) continue;
+                    uint64_t unit = order == SL_ORDER_HALVES ? 32 : order == SL_ORDER_WORDS ? 8 : 1;
+                    sl_codes codes = {bits, order, quotient(width * (uint64_t)bits, 8), 0};
+                    onto = &codes;
+                    CHECK(restore(packed, size_of(&packed), SL_U8, &error) ==
+                          (width % unit == 0 ? SL_OK : SL_E_ARGUMENT));
+                    codes.row_bytes--;
+                    CHECK(restore(packed, size_of(&packed), SL_U8, &error) == SL_E_ARGUMENT);
+                    uint64_t own = 4 * (uint64_t)bits, blocks = width / 32;
+                    codes = (sl_codes){bits, order, blocks == 0 ? 1 : (blocks - 1) * (own + 3) + own, own + 3};
+                    CHECK(restore(packed, size_of(&packed), SL_U8, &error) ==
+                          (width % 32 == 0 ? SL_OK : SL_E_ARGUMENT));
+                }
+            for (size_t i = 0; i < sizeof NEVER / sizeof *NEVER; i++) {
+                onto = &NEVER[i];
+                CHECK(restore(packed, size_of(&packed), SL_U8, &error) == SL_E_ARGUMENT);
+            }
+            CHECK(restore(packed, size_of(&packed), SL_F32, &error) == SL_E_ARGUMENT);
+        }
+    onto = NULL;
 }
 
 /* Rows that exceed what is read at a time, and matrices that exceed a chunk. */
@@ -940,6 +999,7 @@ static void find_misplaced(void) {
 int main(void) {
     thorough = getenv("SAFELOAD_FULL_SWEEP") != NULL;
     restore_to_all();
+    restore_to_codes();
     restore_large();
     refuse_all();
     refuse_groups();

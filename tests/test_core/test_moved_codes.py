@@ -121,7 +121,8 @@ def move(case, bits, order, block_bytes, row_bytes, *, threads=1, place=None, fi
     out = np.full(64 + rows * row_bytes + 64, FILLER, np.uint8)
     source = (None, case.codes.ctypes.data) if place is None else place
     job = jobs.Job(*source, out.ctypes.data + 64, 4 * count, F32, U8, lib.SL_OP_RESTORE)
-    job = job._replace(packed=Prepared(fields or case.fields), codes=jobs.CodeLayout(bits, order, row_bytes, block_bytes))
+    layout = jobs.CodeLayout(bits, order, row_bytes, block_bytes)
+    job = job._replace(packed=Prepared(fields or case.fields), codes=layout)
     jobs.Batch([job]).run(threads=threads)
     assert (out[:64] == FILLER).all()
     assert (out[64 + rows * row_bytes :] == FILLER).all()
