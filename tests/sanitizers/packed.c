@@ -634,7 +634,7 @@ static void restore_to_codes(void) {
     };
     sl_error error;
     for (size_t k = 0; k < GOOD_COUNT; k++)
-        for (uint64_t more = 0; more < 2; more++) {
+        for (uint64_t more = 0; more < (thorough ? 2 : 1); more++) {
             sl_packed packed = GOOD[k];
             if (packed.transpose != 0) packed.rows += 32 * more;
             if (packed.transpose == 0 && packed.layout != SL_LAYOUT_BLOCKS) packed.columns += 8 * more;
@@ -656,7 +656,7 @@ static void restore_to_codes(void) {
                     CHECK(restore(packed, size_of(&packed), SL_U8, &error) ==
                           (width % 32 == 0 ? SL_OK : SL_E_ARGUMENT));
                 }
-            for (size_t i = 0; i < sizeof NEVER / sizeof *NEVER; i++) {
+            for (size_t i = thorough ? 0 : k % 2; i < sizeof NEVER / sizeof *NEVER; i += thorough ? 1 : 2) {
                 onto = &NEVER[i];
                 CHECK(restore(packed, size_of(&packed), SL_U8, &error) == SL_E_ARGUMENT);
             }
