@@ -146,6 +146,8 @@ class Coded(NamedTuple):
     def grids(self) -> Grids:
         """Read the numbers beside the codes."""
         each = [_grids_of(matrix) for matrix in self.matrices]
+        if len(each) == 1:  # without a copy
+            return Grids(*(None if grid is None else np.asarray(grid)[None] for grid in each[0]))  # type: ignore[arg-type]
         return Grids(*(None if column[0] is None else np.stack(column) for column in zip(*each, strict=True)))  # type: ignore[arg-type]
 
 

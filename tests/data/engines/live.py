@@ -3,22 +3,38 @@
 python live.py FOLDER, in the environment of compare.sh.
 """
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
-from builders.engine_models import EXPERTS, write_experts, write_model
+from builders import code_layouts as layouts
+from builders.engine_models import EXPERTS, config, tensors, write_experts, write_model
 from make import COMPRESSED, MLX, MLX_EXPERTS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import safeload
+from safeload.numpy import save_file
 
 TOKENS = list(range(1, 9))
 
 
-def logits(folder, **options):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+# Codes that move, by their layout: with zero points, or with the middle code as 0.
+MOVED = {
+    "awq asym": lambda seed, shape: layouts.awq("F16", 32, seed, shape),
+    "awq": lambda seed, shape: layouts.awq("F16", 32, seed, shape, zero=8),
+    "gptq asym": lambda seed, shape: layouts.gptq("F16", 32, seed, shape),
+    "gptq": lambda seed, shape: layouts.gptq("F16", 32, seed, shape, zero=8),
+    "compressed asym": lambda seed, shape: layouts.compressed("F16", 32, seed, shape, symmetric=False),
+    "compressed": lambda seed, shape: layouts.compressed("F16", 32, seed, shape),
+}
+TARGETS = {"transformers": ("w4a16_asym-g32", "w4a16-g32"), "mlx": ("mlx8-g32",)}
+
+
+def logits(folder, dtype=torch.bfloat16, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     return model(torch.tensor([TOKENS])).logits.float()
 
 
@@ -87,7 +103,45 @@ def of_experts(folder):
             assert bool((mlx_logits(folder / "ours") == mlx_logits(source, name)).all()), (kind, name)
 
 
+def write_coded(folder, layout):
+    """A small Llama whose projections have random codes in a layout."""
+    plain, settings = tensors("float16"), config("float16")
+    for seed, name in enumerate([name for name in plain if name.endswith("_proj.weight")]):
+        parts, quantization, _ = layout(seed, plain.pop(name).shape)
+        plain |= {f"{name.removesuffix('weight')}{suffix}": np.asarray(part) for suffix, part in parts.items()}
+    if quantization["quant_method"] == "compressed-tensors":
+        quantization |= {"ignore": ["lm_head"], "quantization_status": "compressed"}
+    folder.mkdir(parents=True)
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": quantization}))
+    return folder
+
+
+def of_moved(folder, engine):
+    """Compare models whose codes have moved with models of the weights that safeload reads."""
+    for label, layout in MOVED.items():
+        source = write_coded(folder / "coded" / engine / label, layout)
+        safeload.convert(source, folder / "coded" / engine / f"{label}-plain", dtype="float16")
+        for name in TARGETS[engine]:
+            if label.endswith("asym") and name.startswith("w4a16-"):
+                continue
+            out = folder / "coded" / engine / f"{label}-{name}"
+            codes = safeload.convert(source, out, quantize=name).summary
+            assert all(text.startswith("codes of ") for text in codes.codes.values()), (label, name)
+            assert codes.codes or "already" in str(codes.kept), (label, name)
+            if engine == "mlx":
+                ours, theirs = (mlx_logits(path) for path in (out, out.with_name(f"{label}-plain")))
+                assert float(abs(ours - theirs).max()) <= 1e-2 * float(abs(theirs).max()), (label, name)
+                continue
+            ours, theirs = (logits(path, torch.float16) for path in (out, out.with_name(f"{label}-plain")))
+            assert torch.equal(ours, theirs), (label, name)
+            print("codes of", label, "as", name, "have equal logits")
+
+
 def main(folder):
+    if shutil.which("mlx_lm.generate", path=str(Path(sys.executable).parent)):
+        of_moved(folder, "mlx")
+    of_moved(folder, "transformers")
     of_experts(folder)
     source = write_model(folder / "source", "bfloat16")
     rows = {**dict.fromkeys(COMPRESSED, of_compressed), "bnb_nf4": of_bitsandbytes, "bnb_fp4": of_bitsandbytes}
