@@ -13,11 +13,16 @@ FLOATS = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32}
 E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
+def _away_from_zero(values):
+    """Values whose 8 leading bits float16 can hold: those of BF16 are exact there."""
+    return np.where(np.abs(values) < 2.0**-16, 2.0**-16, values)
+
+
 def _random(dtype, group, bits, seed, shape):
     """Codes, scales and zero points."""
     rng, (rows, columns) = np.random.default_rng([seed, bits, group, *dtype.encode()]), shape
     codes = rng.integers(0, 1 << bits, shape, dtype=np.uint8)
-    scales = (rng.standard_normal((rows, columns // group)) * 0.02).astype(FLOATS[dtype])
+    scales = _away_from_zero(rng.standard_normal((rows, columns // group)) * 0.02).astype(FLOATS[dtype])
     zeros = rng.integers(0, 1 << bits, scales.shape, dtype=np.uint8)
     return codes, scales, zeros
 
@@ -106,7 +111,7 @@ def int8_rows(dtype, seed, shape):
 
 def mlx(dtype, group, seed, shape, bits=4, zero=None):
     codes, scales, _ = _random(dtype, group, bits, seed, shape)
-    biases = (np.random.default_rng(seed).standard_normal(scales.shape) * 0.1).astype(FLOATS[dtype])
+    biases = _away_from_zero(np.random.default_rng(seed).standard_normal(scales.shape) * 0.1).astype(FLOATS[dtype])
     biases = biases if zero is None else (scales.astype(np.float32) * -zero).astype(FLOATS[dtype])
     parts = {"weight": _u32(stream(codes, bits)).view(np.uint32), "scales": scales, "biases": biases}
     wide = codes.astype(np.float32) * _spread(scales.astype(np.float32), group)

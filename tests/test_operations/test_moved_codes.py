@@ -158,7 +158,10 @@ def sources():
         "nvfp4 divided": (layouts.nvfp4(19, SHAPE, 37.5, modelopt=False), {"nvfp4a16": MOVED}),
         "nvfp4 multiplied": (layouts.nvfp4(20, SHAPE, 0.0137, modelopt=True), {"nvfp4a16": NEAR}),
         "nvfp4 power": (layouts.nvfp4(21, SHAPE, 2.0**-7, modelopt=True), {"nvfp4a16": MOVED}),
-        "fp8 tensor": (layouts.fp8(22, SHAPE, (0, 0)), dict.fromkeys(("fp8_dynamic", "fp8_block"), MOVED)),
+        "fp8 tensor": (
+            layouts.fp8(22, SHAPE, (0, 0)),
+            dict.fromkeys(("fp8_dynamic", "fp8_block", *(["deepseek_fp8"] if THOROUGH else [])), MOVED),  # whole blocks
+        ),
         "fp8 rows": (layouts.fp8(23, SHAPE, (1, 0)), {"fp8_dynamic": MOVED}),
         "fp8 rows of powers": (
             layouts.fp8(24, SHAPE, (1, 0), powers=True),
@@ -219,6 +222,14 @@ def test_each_cell_of_the_table(tmp_path, source, target):
         assert (read != values).any()
     quantized = safeload.load_quantized(tmp_path / "source", arguments["quantize"])
     np.testing.assert_array_equal(np.asarray(quantized[NAME]), read)
+
+
+def test_a_scale_that_the_format_cannot_hold_is_refused(tmp_path):
+    parts, config, values = layouts.compressed("BF16", 32, 1, SHAPE)
+    parts["weight_scale"][3, 2] = 2.0**-30  # a number of float16 only from 2**-24 on
+    layouts.write(tmp_path / "source", (parts, config, values))
+    with pytest.raises(UnsupportedError, match=f"{NAME}.* its scales are BF16, and not exact in F16"):
+        safeload.convert(tmp_path / "source", tmp_path / "out", quantize={NAME: "q4_0"})
 
 
 def test_codes_are_rounded_again_on_request(tmp_path):
