@@ -297,6 +297,18 @@ static const sl_packed GOOD[] = {
      .stored_zeros = GIVEN,
      .zero_layout = SL_LAYOUT_ROWS,
      .zero_table = GIVEN},
+    {.layout = SL_LAYOUT_BLOCKS,
+     .bits = 4,
+     .codes = SL_Q4_0,
+     .forbidden = -1,
+     .matrices = 2,
+     .rows = 32,
+     .columns = 96,
+     .row_block = 1,
+     .column_block = 32,
+     .table = GIVEN,
+     .scales = GIVEN,
+     .zeros = GIVEN},
 };
 enum { GOOD_COUNT = sizeof GOOD / sizeof *GOOD };
 
@@ -851,11 +863,11 @@ static void refuse_all(void) {
     REFUSE(10, codes, SL_F16, "cannot be blocks");
     REFUSE(10, codes, SL_Q8_K, "cannot be blocks"); /* without a kernel */
     REFUSE(10, codes, -1, "cannot be blocks");
-    REFUSE(10, table, GIVEN, "blocks have no table");
-    REFUSE(10, word_codes, 1, "blocks have no table");
-    REFUSE(10, high_first, 1, "blocks have no table");
-    REFUSE(10, interleaved, 1, "blocks have no table");
-    REFUSE(10, transpose, 1, "blocks have no table");
+    REFUSE(10, table, GIVEN, "do not end with 32 codes of 4 bits");
+    REFUSE(10, word_codes, 1, "blocks have no words");
+    REFUSE(10, high_first, 1, "blocks have no words");
+    REFUSE(10, interleaved, 1, "blocks have no words");
+    REFUSE(10, transpose, 1, "blocks have no words");
     REFUSE(10, forbidden, 3, "can be forbidden");
     REFUSE(11, forbidden, 4, "can be forbidden");
     REFUSE(10, columns, 191, "do not fill whole words");
