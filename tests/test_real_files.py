@@ -137,6 +137,7 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
         data / "orbax",
         data / "keras",
         data / "megatron",
+        data / "manifests",
         data / "paddle",
         data / "flax",
         data / "onnx",

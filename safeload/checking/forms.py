@@ -193,7 +193,7 @@ def _with_common_names(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog],
         return (a, b), ""
     stored = [stored_names(catalog, catalog.title) for catalog in (a, b)]
     known = [ModelNames(config, names) for names in stored]
-    # Names that are those in memory already can stay: rules are for published names.
+    # Names in memory can stay: rules are for published names.
     choices = product(*[(dict(each.places), dict[str, Any](each.stored)) for each in known])
     sides = max(choices, key=lambda pair: len(pair[0].keys() & pair[1].keys()))
     for own, other, each in zip(sides, reversed(sides), reversed(known), strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,12 +23,13 @@ from ..core.showing import Result, parts_of, plain, quantity, shorten, table, te
 from ..core.table import TensorInfo
 from ..core.text import clip, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
-from ..models.diffusion import ARCHITECTURE, MMPROJ, TYPE, model_of
+from ..models.diffusion import ARCHITECTURE, is_of_tower, model_of
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
-from ..trust.digests import origin_of
-from .findings import Finding, find
+
+if TYPE_CHECKING:  # the others of its room import more than `info` needs
+    from .findings import Finding
 
 ROWS = 100  # at most, on a terminal
 _ITEMS = 8  # values shown of a list in the metadata, such as a vocabulary; --json has all
@@ -305,6 +306,10 @@ def describe(
 
 def _origin_of(path: str) -> list[str]:
     """Describe the record of origin beside a model, if it has one."""
+    if not any(map(os.path.isfile, (os.path.join(path, "origin.json"), f"{path}.origin.json"))):
+        return []
+    from ..trust.digests import origin_of  # only here: few models have a record
+
     record = origin_of(path)
     if record is None:
         return []
@@ -356,7 +361,7 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
             return f"{name}, diffusion model"
         keys, dtype = ("block_count", "expert_count", "embedding_length", "vocab_size"), None
         sizes = [_number(metadata, f"{name}.{key}") for key in keys]
-        if metadata.get(TYPE) == MMPROJ:  # sizes of each tower, and the types of their projectors
+        if is_of_tower(metadata):  # sizes of each tower, and the types of their projectors
             towers = [tower for tower in ("vision", "audio") if metadata.get(f"{name}.has_{tower}_encoder") is True]
             tower = next(iter(towers), "vision")
             sizes = [_number(metadata, f"{name}.{tower}.{key}") for key in keys]
@@ -458,7 +463,8 @@ def _summarized(
 
 def misfits_of(source: Any, base: Paths, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
     """Find the tensors of an adapter, a path or an open checkpoint, that do not fit a base."""
-    from ..conversion.catalog import is_path  # only here: importing it takes milliseconds
+    from ..conversion.catalog import is_path  # only here: importing these takes milliseconds
+    from .findings import find
 
     problems: list[SafeloadError] = []
     with ExitStack() as stack:

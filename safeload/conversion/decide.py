@@ -51,6 +51,7 @@ from .rules import (
     Rules,
     Summary,
     TowerRules,
+    check_part,
     is_of_mlx,
     not_as_in_mlx,
     read_importance,
@@ -75,7 +76,6 @@ _OF_QUANTIZE = {
 
 
 Part: TypeAlias = Literal["text", "vision"] | None
-_PARTS = ("text", "vision")
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -158,7 +158,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options["format"])
     format = _format_of(place, path, options, in_folder=in_folder)
-    _check_part(options, format, path)
+    check_part(options, format, path)
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
     check_writable(place)
@@ -187,24 +187,6 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     return ConvertRequest(
         path, format, place, folder, limit, target, options, preset, selecting, by_name, every, **others
     )
-
-
-def _check_part(options: ConvertOptions, format: str, path: str) -> None:
-    """Refuse ``part=`` if it selects nothing, and types that llama.cpp does not write for vision towers."""
-    part, quantize = options["part"], options["quantize"]
-    if part is None:
-        return
-    if part not in _PARTS:
-        raise ValueError(f"part must be one of {', '.join(_PARTS)}, got {show(part)}")
-    if format != "gguf":
-        raise ValueError(f"part= selects a part of a model for llama.cpp, a .gguf file, but {show(path)} is {format}")
-    if options["raw"]:
-        raise ValueError("part= selects a part of a model for llama.cpp, and raw=True writes the tensors as they are")
-    if part == "vision" and options["imatrix"] is not None:
-        raise ValueError("imatrix= has the importance of columns of the text part, and part= selects the vision part")
-    if part == "vision" and quantize is not None and str(quantize).lower() != TOWER_SCHEME:
-        text = f"llama.cpp's converter writes vision parts as float32, float16, bfloat16 or {TOWER_SCHEME}, not as "
-        raise UnsupportedError(f"{text}{show(quantize)}; pass quantize= for the text part alone")
 
 
 def check_codes(requantize: object, exact: object) -> None:

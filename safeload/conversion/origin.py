@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..core.checkpoint import Checkpoint, folder_of, index_of, recipe_of
@@ -29,9 +29,11 @@ from ..core.registry import SAFETENSORS
 from ..errors import SafeloadError
 from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
-from .catalog import Catalog
-from .decide import ConvertRequest
 from .sink import LARGEST_EXTRA, is_extra
+
+if TYPE_CHECKING:  # `info` imports this module, but not these
+    from .catalog import Catalog
+    from .decide import ConvertRequest
 
 MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
 ORIGIN_KEY, ORIGIN_NAME = "origin", "origin.json"

@@ -320,6 +320,24 @@ class FileTypeRules(Rules):
         return Planned(chosen.type, requested=chosen.requested)
 
 
+def check_part(options: Mapping[str, Any], format: str, path: str) -> None:
+    """Refuse ``part=`` if it selects nothing, and types that llama.cpp does not write for vision towers."""
+    part, quantize = options["part"], options["quantize"]
+    if part is None:
+        return
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {show(part)}")
+    if format != "gguf":
+        raise ValueError(f"part= selects a part of a model for llama.cpp, a .gguf file, but {show(path)} is {format}")
+    if options["raw"]:
+        raise ValueError("part= selects a part of a model for llama.cpp, and raw=True writes the tensors as they are")
+    if part == "vision" and options["imatrix"] is not None:
+        raise ValueError("imatrix= has the importance of columns of the text part, and part= selects the vision part")
+    if part == "vision" and quantize is not None and str(quantize).lower() != TOWER_SCHEME:
+        text = f"llama.cpp's converter writes vision parts as float32, float16, bfloat16 or {TOWER_SCHEME}, not as "
+        raise UnsupportedError(f"{text}{show(quantize)}; pass quantize= for the text part alone")
+
+
 class TowerRules(Rules):
     """The types that llama.cpp's converter chooses for a vision tower; it rounds rows of other lengths to float16."""
 
@@ -333,6 +351,7 @@ class TowerRules(Rules):
 
 # The only blocks that llama.cpp's converter writes; llama-quantize takes no vision towers.
 TOWER_SCHEME: Literal["q8_0"] = "q8_0"
+PARTS = ("text", "vision")
 
 
 def rules_for(

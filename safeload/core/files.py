@@ -195,7 +195,7 @@ _UNCHECKED = 32
 _MOST_OPEN = 4096
 # Errors of the system if the process or the machine has no free descriptor.
 NONE_FREE = (errno.EMFILE, errno.ENFILE)
-# Network file systems, and those that a process serves, by magic number: Linux's magic.h, and the sources of Lustre,
+# Network file systems, and file systems of processes, by magic number: Linux's magic.h, and the sources of Lustre,
 # GPFS and BeeGFS.
 NETWORKS = {
     0x6969: "NFS",

@@ -178,7 +178,7 @@ def automatic(tensors: Tensors, threads: int | None = None) -> tuple[str, str, i
         begin, size = min(begins), max(ends) - min(begins)
         resident = file.local.resident(begin, size)
         if resident is None:
-            return "pread", "the system does not say what is in the page cache", threads
+            return "pread", "the system does not tell which pages are in its cache", threads
         total, cached, pages = total + size, cached + resident, pages | file.local.pages
     share = cached / total if total else 1.0
     chosen = "mmap" if share >= _WARM and not pages else "direct" if share <= _COLD else "pread"

@@ -19,7 +19,7 @@ from .text import show
 _Item = TypeVar("_Item")
 
 Backend = Literal["mmap", "pread", "direct", "auto"]
-# What happens to the pages of files in the system's cache: "drop" leaves few behind.
+# The fate of the pages of files in the system's cache: "drop" leaves few behind.
 Cache = Literal["keep", "drop"]
 _BACKENDS: tuple[str, ...] = get_args(Backend)
 

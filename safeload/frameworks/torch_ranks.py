@@ -309,7 +309,10 @@ def _agree(mesh: Any, shares: Sequence[Share], failure: Exception | None) -> Non
         dist.all_gather_object(gathered, reports, group=mesh.get_group(number))
         reports = {rank: report for each in gathered for rank, report in each.items()}
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # which would keep this frame, and all arrays in it
     failed = {rank: text for rank, (_, text) in sorted(reports.items()) if text}
     if failed:
         rank, text = next(iter(failed.items()))

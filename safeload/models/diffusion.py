@@ -47,6 +47,12 @@ class DiffusionModel(NamedTuple):
     unquantized: tuple[str, ...] | None = None  # parts of names, or "=" and a whole name; None if nothing is quantized
 
 
+def is_of_tower(metadata: Mapping[Any, Any]) -> bool:
+    """Return True for metadata of a vision tower of llama.cpp; a value can be of any type."""
+    kind = metadata.get(TYPE)
+    return isinstance(kind, str) and kind == MMPROJ
+
+
 @cache
 def diffusion_models() -> dict[str, DiffusionModel]:
     """Return the rows by ``general.architecture``, in the order in which they are tried."""

@@ -128,7 +128,7 @@ from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
 from ..errors import exported, public
-from .diffusion import ARCHITECTURE, MMPROJ, TYPE
+from .diffusion import ARCHITECTURE, is_of_tower
 from .renamed import InMemory, in_memory
 from .schema import (
     MAX_LAYERS,
@@ -908,7 +908,7 @@ def _projectors() -> dict[str, MmprojForm]:
 
 def gguf_form_of(metadata: Mapping[Any, Any]) -> GgufForm | None:
     """Return what a file of llama.cpp has: a language model or a vision tower; or None."""
-    if metadata.get(TYPE) == MMPROJ:
+    if is_of_tower(metadata):
         title = next(filter(None, (metadata.get(f"{MmprojForm.architecture}.{key}") for key in PROJECTORS)), None)
         return _projectors().get(title) if isinstance(title, str) else None
     architecture = metadata.get(ARCHITECTURE)

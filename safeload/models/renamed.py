@@ -167,7 +167,7 @@ class InMemory(NamedTuple):
     """Where transformers has a published tensor in memory."""
 
     name: str  # of the tensor, or of the stack of experts that has it
-    alone: str  # of the tensor; what has this name is stacked
+    alone: str  # of the tensor, before it is stacked
     part: int  # number of the part of the rows of each expert's matrix
     parts: int  # 0 without a stack
 

@@ -1,4 +1,4 @@
-"""What ggml's block types hold, and how far rounding to their codes moves a value.
+"""The numbers in ggml's block types, and how far rounding to their codes moves a value.
 
 Sources: ggml-common.h (layouts), ggml-quants.c (rounding).
 """

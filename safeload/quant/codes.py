@@ -399,7 +399,7 @@ def move_codes(coded: Coded, target: Holds, out: Array, *, signed: bool = False,
 def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> tuple[Packed, Any]:
     """Return a packed tensor whose values are the codes of a layout, and the owner of its parts in memory."""
     (kind, parts), middle = matrix.packed, 1 << target.bits - 1
-    stored = np.arange(1 << source.bits)  # and what each becomes
+    stored = np.arange(1 << source.bits)  # and their new codes
     if source.numbers != target.numbers:
         becomes = _DOUBLED[stored].astype(np.int64)
     else:

@@ -151,9 +151,9 @@ class Preset(NamedTuple):
     flat: bool = False  # True if blocks cross rows
     table: tuple[float, ...] = ()  # the values of codes
     sides: int = 1  # both sides of a matrix must be multiples, or it stays unquantized
-    # `packing.COLUMNS` or `packing.WORDS` if all parts are transposed, with words like those of `Packing`
+    # `packing.COLUMNS` or `packing.WORDS` if all parts are transposed, with the words of `Packing`
     layout: int = packing.ROWS
-    added: int = 0  # what is subtracted from stored zero points, see `packing.Zeros`
+    added: int = 0  # subtracted from stored zero points, see `packing.Zeros`
     activations: str = ""  # kind of the 8-bit numbers to which an engine rounds activations; "" for none
 
 

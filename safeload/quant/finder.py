@@ -340,7 +340,7 @@ IGNORED = frozenset(
         "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
     )
 )  # fmt: skip
-# Of those, what belongs to the KV cache.
+# The part of it that belongs to the KV cache.
 KV_CACHE = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".k_proj.output_scale", ".v_proj.output_scale")
 # Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
 _HARMLESS = IGNORED | frozenset(

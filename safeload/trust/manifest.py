@@ -1,4 +1,4 @@
-"""The tensors of manifests: a SHA-256 for each, to name those that a download or an edit has changed.
+"""The tensors of manifests: a SHA-256 for each, to name the tensors that a download or an edit has changed.
 
 A manifest is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256", "restoring"}}, "files":
 {name: {"size", "sha256"}}}``. `verify` writes it and compares; `trust.digests` reads its files.

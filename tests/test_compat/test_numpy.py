@@ -116,7 +116,12 @@ def test_signature_takes_what_upstream_takes(name):
         (load, {"copy": True}),
         (
             load_file,
-            {"backend": "mmap", "writable": True, **dict.fromkeys(("dtype", "names", "out", "threads", "progress"))},
+            {
+                "backend": "mmap",
+                "writable": True,
+                "cache": "keep",
+                **dict.fromkeys(("dtype", "names", "out", "threads", "progress")),
+            },
         ),
         (save, {}),
         (save_file, {"overwrite": True, "durable": True}),

@@ -142,7 +142,7 @@ def test_codes_and_scales_leave_nothing(cold, tmp_path, scheme):
 
 def test_a_verified_load_leaves_nothing(cold, tmp_path):
     manifest = tmp_path / "manifest.json"
-    assert main(["check", str(cold), "--structure", "--write-manifest", str(manifest), "--cache", "drop"]) == 0
+    assert main(["verify", str(cold), "--write", str(manifest), "--cache", "drop"]) == 0
     assert cached(cold) < MIB
     loaded = safeload.load(cold, verify=manifest, cache="drop")
     assert cached(cold) < MIB
@@ -265,7 +265,7 @@ def test_verify_leaves_nothing_whatever_the_number_of_files(cold, tmp_path):
         shutil.copy(cold, folder / name)
     first, manifest = folder / name, tmp_path / "manifest.json"
     (folder / "model-00001-of-00002.safetensors").unlink()
-    assert main(["check", str(first), "--structure", "--write-manifest", str(manifest)]) == 0
+    assert main(["verify", str(first), "--write", str(manifest)]) == 0
     drop(first)
     assert safeload.verify(first, manifest, cache="drop").ok
     assert cached(first) < MIB
@@ -361,7 +361,7 @@ def test_network_file_systems_are_read(cold, monkeypatch, name):
 def test_a_system_that_does_not_say_what_is_cached(cold, monkeypatch):
     without(monkeypatch, "sl_file_resident")
     stats = auto(cold)
-    assert (stats.backend, stats.reason) == ("pread", "the system does not say what is in the page cache")
+    assert (stats.backend, stats.reason) == ("pread", "the system does not tell which pages are in its cache")
     safeload.load(cold, cache="drop")  # then nothing counts as another program's
 
 

@@ -21,7 +21,7 @@ def test_the_list_says_what_each_family_is_known_for():
     assert families["llama"][2:4] != ((), ())
     known = {name: family[4:] for name, family in families.items()}
     assert known["qwen3_moe"] == (True, "qwen3moe", True, True, True, False)
-    assert known["qwen2_vl"] == (True, "qwen2vl", False, True, False, True)
+    assert known["qwen2_vl"] == (True, "qwen2vl", False, True, True, True)
     assert known["gemma"] == (False, "gemma", False, True, True, False)
     assert known["bert"] == (True, "bert", False, False, True, False)
 

@@ -296,7 +296,7 @@ def test_metadata_is_refused_by_name(metadata, match, written):
         ("nemotron_h", "feed_forward_length", np.int32([]), "expected an integer, or a list of integers"),
     ],
 )
-def test_another_model_of_an_architecture_is_refused_by_name(name, key, value, match, written):
+def test_another_model_is_refused(name, key, value, match, written):
     architecture = MODELS[name]["reference"]["metadata"]["general.architecture"][1]
     refused(written(name, metadata={f"{architecture}.{key}": value}), match)
 

@@ -24,6 +24,7 @@ from ...models.diffusion import (
     TYPE,
     diffusion_models,
     has_marks,
+    is_of_tower,
     original_shape,
     prefix_of,
 )
@@ -90,7 +91,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, GgufForm]:
     """Return a model with a config, of its own or that of a file of llama.cpp, and the family of both."""
-    if file.metadata.get(TYPE) == MMPROJ:
+    if is_of_tower(file.metadata):
         return model, *tower_of(model)
     values = model.config or kept_json(file, _CONFIG)
     architecture = str(file.metadata.get(ARCHITECTURE))
