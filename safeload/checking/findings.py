@@ -131,6 +131,7 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "{what} not checked",
         "source.calibrated": "{tensors} differ from the source more than rounding does, as after GPTQ, AWQ or with an "
         "importance matrix",
+        "source.rescaled": "factors of {tensors} are undone by other tensors, as after AWQ or SmoothQuant",
         "source.left_out": "{tensors} of the source are left out by the form: {reason}",
     },
 }

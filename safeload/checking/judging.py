@@ -67,7 +67,14 @@ _FLOAT8 = {"F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3, "F8_E4M3FNUZ": 2.0**-4, "F8_E
 _AS_COMPUTED = ", computed"
 _COMPUTED = 2.0**-21  # of functions such as exp, which libraries round differently
 # The least cosine of a row, and of a tensor, with so many bits.
-_LEAST = ((1.0, 0.3, 0.5), (2.0, 0.6, 0.75), (3.0, 0.8, 0.9), (4.0, 0.9, 0.96), (5.0, 0.96, 0.985), (8.0, 0.99, 0.998))
+_LEAST = (
+    (1.0, 0.3, 0.5),
+    (2.0, 0.6, 0.75),
+    (3.0, 0.75, 0.87),
+    (4.0, 0.85, 0.93),
+    (5.0, 0.96, 0.985),
+    (8.0, 0.99, 0.998),
+)
 _INTEGERS = ("unsigned", "signed", "offset", "I8", "U8")
 _TENSOR = -1  # a block that is the whole tensor
 BLOCK = 128  # largest number of elements in a row that are judged together
@@ -188,7 +195,8 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
         if table:
             return label, _Format(bits, block, table, calibrates=label[:3] != "nf4")
         if numbers in _INTEGERS:
-            return label, _Format(bits, block, 0, 1 / (2**bits - 1), calibrates=True)
+            coarse = 2.0**-8 if BIAS in packed.parts else 0  # of scales and biases in bfloat16
+            return label, _Format(bits, block, 0, 1 / (2**bits - 1) + coarse, calibrates=True)
         return label, _Format(bits, calibrates=True)
     if about.scheme == INT8:
         return label, _Format(8, 0, 0.5 / 127)

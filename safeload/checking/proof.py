@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,13 @@ from ..errors import SafeloadError, one_line
 from ..models.family import without_numbers
 from ..models.schema import language_of
 from .diff import DiffReport, compare
+from .factors import Factors, factors_of, undone
 from .findings import Finding, find
 from .forms import Forms
-from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, judged, pair_of
+from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, EXPECTED, judged, pair_of
 
 _CLOSE = 0.35  # largest relative difference of an operation that explains a tensor; unrelated tensors have 1.4
+_ESTIMATED = 0.45  # likewise of estimated factors: codes of 4 bits move rows of outliers by a third
 _EXACT = 0.01  # likewise of an addition: bfloat16 rounds by half of it
 _MOST_ROWS = 2048  # to find their order
 _SAMPLE = 4096  # values by which tensors that changed places are recognized
@@ -56,7 +59,7 @@ def findings_of(
             yield find("source.form", problem=one_line(problem))
             return
         unequal = [name for name, row in report.tensors.items() if row.unequal]
-        changed, calibrated = _changed(forms, unequal, threads)
+        changed, calibrated, rescaled = _changed(forms, unequal, threads)
         yield from changed
         yield from _lost(report, [*original] if not report.form else [*forms.catalogs[0]])
         for name, (expected, shape) in report.shapes.items():
@@ -69,6 +72,8 @@ def findings_of(
             yield find("source.left_out", names[0], reason=reason, tensors=plural(len(names), "tensor"))
         if calibrated:
             yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
+        if rescaled:
+            yield find("source.rescaled", tensors=plural(rescaled, "tensor"))
 
 
 def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
@@ -88,11 +93,15 @@ def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
             yield find("source.lost", f"{begin}.*", tensors=plural(len(members), "tensor"))
 
 
-def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int]:
-    """Return the cause of each damage, and the number of calibrated tensors; each tensor is read once."""
+def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int, int]:
+    """Return the cause of each damage, and the number of calibrated tensors and of tensors with factors.
+
+    Each tensor is read once.
+    """
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    factors: dict[str, Factors] = {}
     calibrated = 0
     for name in names:
         pair = pair_of(forms, name, threads)
@@ -102,10 +111,21 @@ def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[l
             a, b = (x.astype(np.float32, copy=False) for x in pair())
             shapes[name] = tuple(forms.catalogs[0].about(name).shape)
             causes[name] = _cause(forms, name, a, b)
+            own = factors_of(a, b, partial(_explains, forms, name, b))
+            factors |= {} if own is None else {name: own}
             samples[name] = a.reshape(-1)[:_SAMPLE].copy(), b.reshape(-1)[:_SAMPLE].copy()
+    everything = forms.catalogs[0]
+    excused = undone(factors, {name: tuple(everything.about(name).shape) for name in everything if factors})
     places = _places(samples, shapes)
-    ordered = sorted(causes, key=lambda name: name not in places)
-    return [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered], calibrated
+    ordered = sorted(causes.keys() - excused, key=lambda name: (name not in places, [*causes].index(name)))
+    found = [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered]
+    return found, calibrated, len(excused)
+
+
+def _explains(forms: Forms, name: str, b: Array, a: Array) -> bool:
+    """Return True if rounding makes a tensor ``b`` of the result from ``a``."""
+    coarse = forms.quantized(name)  # so factors are estimates
+    return _is(a, b, _ESTIMATED if coarse else _EXACT) or judged(forms, name, lambda: (a, b)).kind == EXPECTED
 
 
 def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

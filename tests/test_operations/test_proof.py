@@ -241,6 +241,44 @@ def test_one_damaged_block_of_a_calibrated_matrix_is_found(writer, seed, tmp_pat
         assert changed(damaged) == ["values of row 7 differ in columns 128 to 255"]
 
 
+def smoothed(tensors, undone=(True,) * 6):
+    """What AWQ and SmoothQuant do before they round: factors from norms, and from rows of up_proj, to columns."""
+    rng, result = np.random.default_rng(5), {name: x.astype(np.float32) for name, x in tensors.items()}
+    inputs = {"input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]}
+    inputs["post_attention_layernorm"] = ["mlp.gate_proj", "mlp.up_proj"]
+    for layer in ("model.layers.0.", "model.layers.1."):
+        wanted = iter(undone)
+        for norm, readers in inputs.items():
+            factors = np.exp(rng.standard_normal(64) * 0.4).astype(np.float32)
+            result[f"{layer}{norm}.weight"] /= factors
+            for name in (f"{layer}{reader}.weight" for reader in readers):
+                result[name] = result[name] * factors if next(wanted) else result[name]
+        factors = np.exp(rng.standard_normal(96) * 0.4).astype(np.float32)
+        result[f"{layer}mlp.up_proj.weight"] /= factors[:, None]
+        result[f"{layer}mlp.down_proj.weight"] *= factors if next(wanted) else 1
+    return {name: x.astype(tensors[name].dtype) for name, x in result.items()}
+
+
+# MLX's 4 bits, from the smallest to the largest value, are too coarse to estimate factors from 32 rows.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("mlx4")])
+def test_factors_that_other_tensors_undo_are_a_note(kind, llama, tmp_path):
+    result = result_of(llama, smoothed(load_file(llama / "model.safetensors")), tmp_path, kind)
+    report = safeload.check(result, original=llama)
+    assert not [f for f in report.errors if f.code.startswith("source.")]
+    (note,) = [f for f in report.notes if f.code == "source.rescaled"]
+    assert note.message == "factors of 16 tensors are undone by other tensors, as after AWQ or SmoothQuant"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lost", range(6))
+def test_factors_that_a_tensor_does_not_undo_are_found(lost, kind, llama, tmp_path):
+    undone = tuple(k != lost for k in range(6))
+    result = result_of(llama, smoothed(load_file(llama / "model.safetensors"), undone), tmp_path, kind)
+    found = {tensor for _, tensor, _ in faults(result, llama)}
+    norms = ["input_layernorm"] * 3 + ["post_attention_layernorm"] * 2 + ["mlp.up_proj"]
+    assert f"model.layers.0.{norms[lost]}.weight" in found
+
+
 def adapter_of(llama, folder):
     """A LoRA adapter of a projection."""
     folder.mkdir()

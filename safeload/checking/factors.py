@@ -1,0 +1,120 @@
+"""Factors that a writer moved between tensors, which change their values but not what a model computes.
+
+AWQ and SmoothQuant multiply columns of the matrices that read a norm, and divide the norm by these factors; AWQ also
+multiplies rows of a matrix and divides the columns of the matrix that reads its outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.arrays import Array
+
+# Codes of 4 bits change factors by a few percent, and those of columns with small values by more: the greatest distance
+# of a product of factors from 1, of all but a few columns; of their median; and of each column in the clearest matrix.
+_NEAR, _MIDDLE, _CLEAR = 0.3, 0.05, 0.35
+_MOST = 0.97  # share of the columns
+_LAYER = re.compile(r".*?\.\d+\.")
+# Modules that write to the residual stream, so their columns read no norm.
+_WRITERS = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense|dense_4h_to_h|c_proj|wo|w2|fc2|fc_out|out)(\.|$)")
+
+
+class Factors(NamedTuple):
+    """What the rows and columns of a tensor are multiplied by; a vector has columns alone."""
+
+    columns: Array
+    rows: Array | None = None
+
+
+def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors | None:
+    """Return the factors that make a tensor of the source, a matrix, that of the result; None if none do.
+
+    ``explains`` returns True if a format explains the difference of a matrix and the result.
+    """
+    with np.errstate(all="ignore"):
+        if a.shape[1] == 1:  # a vector
+            ratios = b[:, 0] / a[:, 0]
+            return Factors(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else None
+        rows, columns = np.ones(len(a), np.float32), np.ones(a.shape[1], np.float32)
+        for _ in range(3):
+            scaled = a * rows[:, None]
+            columns = (scaled * b).sum(axis=0) / np.square(scaled).sum(axis=0)
+            scaled = a * columns
+            rows = (scaled * b).sum(axis=1) / np.square(scaled).sum(axis=1)
+    if not all(np.isfinite(each).all() and (each > 0).all() for each in (rows, columns)):
+        return None
+    middle = np.median(rows)  # a common factor belongs to the columns
+    rows, columns = rows / middle, columns * middle
+    for candidate in (Factors(columns), Factors(columns, rows)):
+        scaled = a * candidate.columns
+        if explains(scaled if candidate.rows is None else scaled * candidate.rows[:, None]):
+            return candidate
+    return None
+
+
+def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the tensors whose factors others undo, given the shapes of all tensors."""
+    layers: dict[str, list[str]] = {}
+    for name in shapes:
+        if match := _LAYER.match(name):
+            layers.setdefault(match[0], []).append(name)
+    excused: set[str] = set()
+    for layer in {match[0] for name in found if (match := _LAYER.match(name))}:
+        excused |= _undone(layers[layer], found, shapes)
+    return excused
+
+
+def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the tensors of a layer whose factors others of it undo."""
+    vectors, matrices = ([name for name in names if len(shapes[name]) == axes] for axes in (1, 2))
+    norms: dict[str, Array] = {}
+    for size in {shapes[name] for name in vectors if name in found}:
+        ours = [name for name in vectors if shapes[name] == size and name.endswith("weight")]
+        changed = {name: found[name].columns for name in ours if name in found}
+        # Each matrix that can read one of these norms undoes it, or reads a norm that did not change.
+        readers = [name for name in matrices if shapes[name][1:] == size and not _WRITERS.search(name)]
+        read = {name: {norm for norm, each in changed.items() if _undoes(found, name, each)} for name in readers}
+        alone = [name for name in readers if not read[name]]
+        clear = {
+            norm
+            for name, theirs in read.items()
+            for norm in theirs
+            if (np.abs(found[name].columns * changed[norm] - 1) < _CLEAR).all()
+        }
+        if clear == changed.keys() and (not alone or len(changed) < len(ours)):
+            norms |= changed
+    rows = {name: own.rows for name in matrices if (own := found.get(name)) is not None and own.rows is not None}
+    taken = {name for name, each in rows.items() if any(_undoes(found, other, each, in_all=True) for other in matrices)}
+    good = {name for name in found.keys() & taken if _is_one(found[name].columns)}
+    for name in found.keys() & {*matrices}:
+        if name in taken or name not in rows:
+            by_norm = any(_undoes(found, name, each) for each in norms.values())
+            if by_norm or any(_undoes(found, name, rows[other], in_all=True) for other in taken):
+                good.add(name)
+    biases = [*norms.values(), *(rows[name] for name in good & taken)]  # are multiplied as norms and rows are
+    good |= {name for name in found.keys() & {*vectors} if any(_equal(found[name].columns, each) for each in biases)}
+    return good
+
+
+def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: bool = False) -> bool:
+    """Return True if the columns of a matrix are divided by these factors.
+
+    If a matrix has factors of rows and columns, a number ``in_all`` of the one can belong to the other.
+    """
+    own = found.get(name)
+    if own is None or len(own.columns) != len(factors):
+        return False
+    products = own.columns * factors
+    return _is_one(products / np.median(products) if in_all or own.rows is not None else products)
+
+
+def _equal(a: Array, b: Array) -> bool:
+    return len(a) == len(b) and _is_one(a / b)
+
+
+def _is_one(values: Array) -> bool:
+    return bool(np.quantile(np.abs(values - 1), _MOST) < _NEAR and abs(np.median(values) - 1) < _MIDDLE)
