@@ -57,7 +57,7 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
 
 
 def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the tensors whose factors others undo, given the shapes of all tensors."""
+    """Return the tensors whose factors are undone by a tensor of their layer, given the shapes of all tensors."""
     layers: dict[str, list[str]] = {}
     for name in shapes:
         if match := _LAYER.match(name):
@@ -69,7 +69,7 @@ def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the tensors of a layer whose factors others of it undo."""
+    """Return the tensors of a layer whose factors another of its tensors undoes."""
     vectors, matrices = ([name for name in names if len(shapes[name]) == axes] for axes in (1, 2))
     norms: dict[str, Array] = {}
     for size in {shapes[name] for name in vectors if name in found}:
