@@ -138,6 +138,7 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
         data / "keras",
         data / "megatron",
         data / "manifests",
+        data / "proof",
         data / "paddle",
         data / "flax",
         data / "onnx",
