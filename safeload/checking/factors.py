@@ -31,28 +31,25 @@ class Factors(NamedTuple):
 
 
 def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors | None:
-    """Return the factors that make a tensor of the source, a matrix, that of the result; None if none do.
+    """Return the factors that make a tensor of the source, a matrix or a row, that of the result; None if none do.
 
     ``explains`` returns True if a format explains the difference of a matrix and the result.
     """
+    rows, columns = np.ones(len(a), np.float32), np.ones(a.shape[1], np.float32)
     with np.errstate(all="ignore"):
-        if a.shape[1] == 1:  # a vector
-            ratios = b[:, 0] / a[:, 0]
-            return Factors(ratios) if np.isfinite(ratios).all() and (ratios > 0).all() else None
-        rows, columns = np.ones(len(a), np.float32), np.ones(a.shape[1], np.float32)
-        for _ in range(3):
+        for _ in range(3):  # least squares of one side after the other
             scaled = a * rows[:, None]
             columns = (scaled * b).sum(axis=0) / np.square(scaled).sum(axis=0)
             scaled = a * columns
             rows = (scaled * b).sum(axis=1) / np.square(scaled).sum(axis=1)
-    if not all(np.isfinite(each).all() and (each > 0).all() for each in (rows, columns)):
-        return None
-    middle = np.median(rows)  # a common factor belongs to the columns
-    rows, columns = rows / middle, columns * middle
-    for candidate in (Factors(columns), Factors(columns, rows)):
-        scaled = a * candidate.columns
-        if explains(scaled if candidate.rows is None else scaled * candidate.rows[:, None]):
-            return candidate
+        middle = np.median(rows)  # a common factor belongs to the columns
+        rows, columns = rows / middle, columns * middle
+        if not all(np.isfinite(each).all() and (each > 0).all() for each in (rows, columns)):
+            return None
+        for candidate in (Factors(columns), Factors(columns, rows)):
+            scaled = a * candidate.columns
+            if explains(scaled if candidate.rows is None else scaled * candidate.rows[:, None]):
+                return candidate
     return None
 
 

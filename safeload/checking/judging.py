@@ -156,7 +156,7 @@ def _has_lone_block(norms: Array, residuals: Array) -> bool:
     usual = np.median(shares, axis=1, keepdims=True)
     if len(norms) > 2:
         usual = np.maximum(usual, np.median(shares, axis=0, keepdims=True))
-    return bool(((shares > _LONE**2 * usual) & (shares > _FAR**2)).any())
+    return bool(((shares / _LONE**2 > usual) & (shares > _FAR**2)).any())
 
 
 def _bound(rule: _Format, values: Array, ends: tuple[float, float] | None) -> Array:
