@@ -24,6 +24,11 @@ def tree(tmp_path, monkeypatch):
 PATHS = ("tree/a", "tree/deep/er/b", "tree/deep/nan")
 
 
+def slashed(text):
+    """A text with the paths of POSIX."""
+    return text.replace(os.sep, "/")
+
+
 def test_check_prints_a_line_for_each_model_and_the_worst_status(tree, capsys):
     status, out, err = run(capsys, "check", *PATHS)
     assert (status, err) == (1, "")
@@ -38,7 +43,8 @@ def test_check_prints_a_line_for_each_model_and_the_worst_status(tree, capsys):
 
 
 def test_recursive_finds_the_models_of_a_tree(tree, capsys):
-    assert run(capsys, "check", "-r", "tree") == run(capsys, "check", *PATHS)
+    status, out, err = run(capsys, "check", "-r", "tree")
+    assert (status, slashed(out), err) == run(capsys, "check", *PATHS)
     status, out, _ = run(capsys, "check", "--recursive", "tree/a")
     assert (status, out.splitlines()[-1]) == (0, "1 model: no errors")
 
@@ -46,7 +52,7 @@ def test_recursive_finds_the_models_of_a_tree(tree, capsys):
 def test_json_is_a_line_for_each_model(tree, capsys):
     status, out, err = run(capsys, "check", "-r", "tree", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert (status, [(line["path"], line["status"], line["ok"]) for line in lines]) == (
+    assert (status, [(slashed(line["path"]), line["status"], line["ok"]) for line in lines]) == (
         1,
         [("tree/a", 0, True), ("tree/deep/er/b", 0, True), ("tree/deep/nan", 1, False)],
     )
@@ -88,7 +94,7 @@ def test_incomplete_shards_of_a_tree_fail(tree, capsys):
 def test_stats_summarises_each_model(tree, capsys):
     status, out, _ = run(capsys, "stats", "-r", "tree")
     assert status == 0
-    assert out.splitlines() == [
+    assert slashed(out).splitlines() == [
         "ok     tree/a: 1 tensor, absmax 1 (w)",
         "ok     tree/deep/er/b: 1 tensor, absmax 2 (w)",
         "ok     tree/deep/nan: 1 tensor, absmax 0.5 (w), 1 NaN",
