@@ -35,7 +35,8 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
 
     ``explains`` returns True if a format explains the difference of a matrix and the result.
     """
-    rows, columns = np.ones(len(a), np.float32), np.ones(a.shape[1], np.float32)
+    rows: Array = np.ones(len(a), np.float32)
+    columns: Array = np.ones(a.shape[1], np.float32)
     with np.errstate(all="ignore"):
         for _ in range(3):  # least squares of one side after the other
             scaled = a * rows[:, None]
