@@ -99,7 +99,7 @@ def test_a_run_is_resumed_by_one_process_and_by_the_cluster(client, source, loca
 
 @pytest.mark.parametrize("scheme", ["q8_0", "int8"])
 def test_quantizing(client, source, tmp_path, scheme):
-    options = {"quantize": scheme, "max_shard_size": "300KB"}
+    options = {"quantize": scheme, "requantize": True, "max_shard_size": "300KB"}
     here = safeload.convert(source, tmp_path / "here", **options)
     there = safeload.convert(source, tmp_path / "there", executor=client, **options)
     assert content(tmp_path / "there") == content(tmp_path / "here")
@@ -221,7 +221,7 @@ def test_an_executor_that_was_shut_down_refuses(client, source, tmp_path):
 
 def test_stats_differences_findings_and_manifests_are_those_of_one_process(client, source, local, tmp_path):
     other = tmp_path / "other"
-    safeload.convert(source, other, quantize="q8_0", max_shard_size="300KB")
+    safeload.convert(source, other, quantize="q8_0", requantize=True, max_shard_size="300KB")
     here, there = safeload.stats(source, histogram=True), safeload.stats(source, histogram=True, executor=client)
     assert list(there) == list(here)
     for name in here:
