@@ -157,7 +157,7 @@ def test_a_limit_of_data_makes_arrays_read_only(tmp_path, how):
     with open(tmp_path / "x.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    arguments = [sys.executable, "-c", LIMITED, tmp_path / "x.safetensors", how]
+    arguments = [sys.executable, "-I", "-c", LIMITED, tmp_path / "x.safetensors", how]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert ("x.safetensors: the system refuses a writable mapping of 1 GiB" in done.stderr) == (how != "read-only")

@@ -435,8 +435,8 @@ def test_before_linux_6_5_pages_are_counted_through_a_mapping(cold, tmp_path):
         safeload.load(sys.argv[1], cache="drop")
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(cold)],
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        [sys.executable, "-I", "-c", textwrap.dedent(script), str(cold)],
+        env={**os.environ, "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library}".strip()},
         capture_output=True,
         text=True,
         check=True,
