@@ -117,7 +117,7 @@ def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[l
     everything = forms.catalogs[0]
     excused = undone(factors, {name: tuple(everything.about(name).shape) for name in everything if factors})
     places = _places(samples, shapes)
-    ordered = sorted(causes.keys() - excused, key=lambda name: (name not in places, [*causes].index(name)))
+    ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)
     found = [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered]
     return found, calibrated, len(excused)
 
