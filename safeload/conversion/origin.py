@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from contextvars import copy_context
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,9 @@ def sources_of(stack: ExitStack, catalog: Catalog) -> Callable[[], list[dict[str
     sources = []
     for checkpoint in catalog.checkpoints:
         about, places = _about(checkpoint), _files_of(checkpoint)
-        files: dict[str, Any] = {name: pool.submit(entry_of, place, tick) for name, place in places.items()}
+        files: dict[str, Any] = {
+            name: pool.submit(copy_context().run, entry_of, place, tick) for name, place in places.items()
+        }
         for file in checkpoint.weight_files if not places else ():
             files[os.path.basename(file.path)] = {"size": file.size, "version": _version_of(file.identity)}
         sources.append({**about, "files": files})

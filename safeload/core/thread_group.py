@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -155,7 +156,8 @@ class _Threads(Stop):
         self._tasks.put((number, work))
         if self.stopped or len(self._threads) >= self._limit:
             return
-        thread = threading.Thread(target=self._work, name="safeload", daemon=True)
+        # In the context of this call, which says whether pages of files that a thread opens are dropped.
+        thread = threading.Thread(target=copy_context().run, args=(self._work,), name="safeload", daemon=True)
         self._threads.append(thread)
         try:
             thread.start()

@@ -208,11 +208,9 @@ def verify(
     check_threads(threads)
     check_executor(executor)
     (text,), files = places_of((path,), storage_options)
-    in_ollama = ollama.is_name(text)
-    if not (files.remote or in_ollama or os.path.lexists(text)):
+    if not (files.remote or ollama.is_name(text) or os.path.lexists(text)):
         raise os_error(2, text)
 
-    @caching(cache)
     def made_of(model: Any, names: Collection[str] = ()) -> Mapping[str, Any]:  # of all if none of these files is open
         opened = open_checkpoint(model, storage_options=storage_options, unknown_globals="inert")
         with opened as checkpoint:
@@ -221,11 +219,29 @@ def verify(
             how: Any = {"executor": executor, "threads": threads, "progress": progress}
             return manifest.make(checkpoint, **how)["tensors"]  # type: ignore[no-any-return]
 
-    if write is not None:
-        if against is not None:
-            raise ValueError("against= compares and write= writes a manifest: pass only one of them")
-        with caching(cache):
+    if write is not None and against is not None:
+        raise ValueError("against= compares and write= writes a manifest: pass only one of them")
+    with caching(cache):
+        if write is not None:
             return _written(text, files, write, made_of, path, overwrite=overwrite, threads=threads)
+        how: Any = {"storage_options": storage_options, "threads": threads, "progress": progress}
+        return _compared(text, files, against, made_of, path, tensors=tensors, **how)
+
+
+def _compared(
+    text: str,
+    files: Files,
+    against: Verify,
+    made_of: Callable[..., Mapping[str, Any]],
+    path: Any,
+    *,
+    tensors: bool,
+    storage_options: Mapping[str, Any] | None,
+    threads: int | None,
+    progress: Progress,
+) -> VerifyReport:
+    """Compare files, and the tensors of files that changed."""
+    in_ollama = ollama.is_name(text)
     theirs: Any = None  # the tensors to compare with
     checks: list[FileCheck] = []
     model = against is not None and _is_model(against, storage_options)
@@ -258,8 +274,7 @@ def verify(
     meter = Meter(progress, total)
 
     ordered = [] if alone else sorted(places, key=lambda item: -sizes[item[1]])
-    checked = caching(cache)(partial(_checked, expected, files, meter))
-    checks += each(checked, ordered, max(1, thread_count(total, threads)))
+    checks += each(partial(_checked, expected, files, meter), ordered, max(1, thread_count(total, threads)))
     changed = {check.file for check in checks if check.status == "changed"}
     of_tensors: list[TensorCheck] = []
     if alone:

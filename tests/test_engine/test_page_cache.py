@@ -273,6 +273,26 @@ def test_verify_leaves_nothing_whatever_the_number_of_files(cold, tmp_path):
     assert cached(first) < MIB
 
 
+def test_threads_that_hash_files_drop_too(cold, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    files = [folder / f"model-{k:05}-of-00002.safetensors" for k in (1, 2)]
+    for file in files:
+        shutil.copy(cold, file)
+        drop(file)
+    manifest = tmp_path / "manifest.json"
+    assert main(["verify", str(folder), "--write", str(manifest), "--cache", "drop"]) == 0
+    assert [cached(file) < MIB for file in files] == [True, True]
+    other = shutil.copytree(folder, tmp_path / "other")
+    for file in [*files, *other.iterdir()]:
+        drop(file)
+    assert safeload.verify(folder, other, cache="drop").ok
+    assert [cached(file) < MIB for file in [*files, *other.iterdir()]] == [True] * 4
+    drop(cold)  # which was read to copy it
+    safeload.convert(cold, tmp_path / "result.safetensors", record=True, cache="drop")
+    assert cached(cold) < MIB
+
+
 def test_other_processes_drop_too(cold):
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
