@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ _MOST = 0.97  # share of the columns
 _LAYER = re.compile(r".*?\.\d+\.")
 # Modules that write to the residual stream, so their columns read no norm.
 _WRITERS = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense|dense_4h_to_h|c_proj|wo|w2|fc2|fc_out|out)(\.|$)")
+# Norms of what a module writes, which no matrix reads. If the feed-forward has one, so has the attention.
+_OF_WRITTEN = re.compile(r"\.post_(feedforward|mlp|self_attn)_layernorm\.")
+_OF_ATTENTION = ".post_attention_layernorm."
 
 
 class Factors(NamedTuple):
@@ -28,6 +32,7 @@ class Factors(NamedTuple):
 
     columns: Array
     rows: Array | None = None
+    shifted: Array | None = None  # of 1 + each value of a vector, as norms of Gemma use it
 
 
 def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors | None:
@@ -38,6 +43,9 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
     rows: Array = np.ones(len(a), np.float32)
     columns: Array = np.ones(a.shape[1], np.float32)
     with np.errstate(all="ignore"):
+        if len(a) == 1:
+            columns, shifted = b[0] / a[0], (1 + b[0]) / (1 + a[0])
+            return Factors(columns, shifted=shifted) if _is_valid(columns) or _is_valid(shifted) else None
         for _ in range(3):  # least squares of one side after the other
             scaled = a * rows[:, None]
             columns = (scaled * b).sum(axis=0) / np.square(scaled).sum(axis=0)
@@ -45,7 +53,7 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
             rows = (scaled * b).sum(axis=1) / np.square(scaled).sum(axis=1)
         middle = np.median(rows)  # a common factor belongs to the columns
         rows, columns = rows / middle, columns * middle
-        if not all(np.isfinite(each).all() and (each > 0).all() for each in (rows, columns)):
+        if not (_is_valid(rows) and _is_valid(columns)):
             return None
         for candidate in (Factors(columns), Factors(columns, rows)):
             scaled = a * candidate.columns
@@ -58,21 +66,29 @@ def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) 
     """Return the tensors whose factors are undone by a tensor of their layer, given the shapes of all tensors."""
     layers: dict[str, list[str]] = {}
     for name in shapes:
-        if match := _LAYER.match(name):
-            layers.setdefault(match[0], []).append(name)
+        layers.setdefault(layer_of(name), []).append(name)
     excused: set[str] = set()
-    for layer in {match[0] for name in found if (match := _LAYER.match(name))}:
+    for layer in {layer_of(name) for name in found} - {""}:
         excused |= _undone(layers[layer], found, shapes)
     return excused
+
+
+def layer_of(name: str) -> str:
+    """Return the beginning of a tensor's name that its layer shares, or an empty text outside layers."""
+    match = _LAYER.match(name)
+    return match[0] if match else ""
 
 
 def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the tensors of a layer whose factors another of its tensors undoes."""
     vectors, matrices = ([name for name in names if len(shapes[name]) == axes] for axes in (1, 2))
+    sandwich = any(".post_feedforward_layernorm." in name for name in vectors)
+    read_norms = [name for name in vectors if not _OF_WRITTEN.search(name) and not (sandwich and _OF_ATTENTION in name)]
     norms: dict[str, Array] = {}
-    for size in {shapes[name] for name in vectors if name in found}:
-        ours = [name for name in vectors if shapes[name] == size and name.endswith("weight")]
-        changed = {name: found[name].columns for name in ours if name in found}
+    for size, shifted in product({shapes[name] for name in vectors if name in found}, (False, True)):
+        ours = [name for name in read_norms if shapes[name] == size and name.endswith("weight")]
+        used = {name: found[name].shifted if shifted else found[name].columns for name in ours if name in found}
+        changed = {name: factors for name, factors in used.items() if factors is not None and _is_valid(factors)}
         # Each matrix that can read one of these norms undoes it, or reads a norm that did not change.
         readers = [name for name in matrices if shapes[name][1:] == size and not _WRITERS.search(name)]
         read = {name: {norm for norm, each in changed.items() if _undoes(found, name, each)} for name in readers}
@@ -95,7 +111,7 @@ def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mappin
                 good.add(name)
     biases = [*norms.values(), *(rows[name] for name in good & taken)]  # are multiplied as norms and rows are
     good |= {name for name in found.keys() & {*vectors} if any(_equal(found[name].columns, each) for each in biases)}
-    return good
+    return good | norms.keys()
 
 
 def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: bool = False) -> bool:
@@ -108,6 +124,10 @@ def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: 
         return False
     products = own.columns * factors
     return _is_one(products / np.median(products) if in_all or own.rows is not None else products)
+
+
+def _is_valid(factors: Array) -> bool:
+    return bool(np.isfinite(factors).all() and (factors > 0).all())
 
 
 def _equal(a: Array, b: Array) -> bool:

@@ -25,6 +25,7 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.packing import BIAS, INT8
 from ..quant.blocks import BLOCKS
+from ..quant.codes import bits_of
 from .forms import Forms
 
 _F32 = dtypes.BY_CODE["F32"]
@@ -69,8 +70,8 @@ _COMPUTED = 2.0**-21  # of functions such as exp, which libraries round differen
 # The least cosine of a row, and of a tensor, with so many bits.
 _LEAST = (
     (1.0, 0.3, 0.5),
-    (2.0, 0.6, 0.75),
-    (3.0, 0.75, 0.87),
+    (2.0, 0.45, 0.65),
+    (3.0, 0.65, 0.82),
     (4.0, 0.85, 0.93),
     (5.0, 0.96, 0.985),
     (8.0, 0.99, 0.998),
@@ -195,6 +196,7 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
         if table:
             return label, _Format(bits, block, table, calibrates=label[:3] != "nf4")
         if numbers in _INTEGERS:
+            bits = min(bits, bits_of(label))  # 4 bits can be stored in bytes
             coarse = 2.0**-8 if BIAS in packed.parts else 0  # of scales and biases in bfloat16
             return label, _Format(bits, block, 0, 1 / (2**bits - 1) + coarse, calibrates=True)
         return label, _Format(bits, calibrates=True)

@@ -6,7 +6,7 @@ the result from that of the source, or from another tensor of the source.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ..errors import SafeloadError, one_line
 from ..models.family import without_numbers
 from ..models.schema import language_of
 from .diff import DiffReport, compare
-from .factors import Factors, factors_of, undone
+from .factors import Factors, factors_of, layer_of, undone
 from .findings import Finding, find
 from .forms import Forms
 from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, EXPECTED, judged, pair_of
@@ -96,30 +96,52 @@ def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
 def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int, int]:
     """Return the cause of each damage, and the number of calibrated tensors and of tensors with factors.
 
-    Each tensor is read once.
+    Each tensor is read once, and again if a tensor of its layer has factors.
     """
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     factors: dict[str, Factors] = {}
-    calibrated = 0
+    calibrated: list[str] = []
     for name in names:
         pair = pair_of(forms, name, threads)
         kind = judged(forms, name, pair).kind
-        calibrated += kind == CALIBRATED
-        if kind in (DAMAGED, CHANGED):
-            a, b = (x.astype(np.float32, copy=False) for x in pair())
+        if kind == CALIBRATED:
+            calibrated.append(name)
+        elif kind in (DAMAGED, CHANGED) and not _is_rounded_norm(name, *pair()):
+            a, b = _floats(pair)
             shapes[name] = tuple(forms.catalogs[0].about(name).shape)
             causes[name] = _cause(forms, name, a, b)
-            own = factors_of(a, b, partial(_explains, forms, name, b))
-            factors |= {} if own is None else {name: own}
+            factors |= _factors(forms, name, a, b)
             samples[name] = a.reshape(-1)[:_SAMPLE].copy(), b.reshape(-1)[:_SAMPLE].copy()
+    layers = {layer_of(name) for name in factors}
+    for name in calibrated:  # factors near 1 look like calibration
+        if layer_of(name) in layers:
+            factors |= _factors(forms, name, *_floats(pair_of(forms, name, threads)))
     everything = forms.catalogs[0]
     excused = undone(factors, {name: tuple(everything.about(name).shape) for name in everything if factors})
+    excused &= causes.keys()
     places = _places(samples, shapes)
     ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)
     found = [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered]
-    return found, calibrated, len(excused)
+    return found, len(calibrated), len(excused)
+
+
+def _is_rounded_norm(name: str, a: Array, b: Array) -> bool:
+    """Return True if 1 was added to a norm and subtracted, as llm-compressor does with Gemma's."""
+    if "norm" not in name or len(a) != 1 or a.dtype != b.dtype or a.dtype.kind in "iub":
+        return False
+    one = a.dtype.type(1)
+    return np.array_equal((a + one) - one, b)
+
+
+def _floats(pair: Callable[[], tuple[Array, Array]]) -> Iterator[Array]:
+    return (x.astype(np.float32, copy=False) for x in pair())
+
+
+def _factors(forms: Forms, name: str, a: Array, b: Array) -> dict[str, Factors]:
+    own = factors_of(a, b, partial(_explains, forms, name, b))
+    return {} if own is None else {name: own}
 
 
 def _explains(forms: Forms, name: str, b: Array, a: Array) -> bool:

@@ -189,6 +189,22 @@ def test_right_gguf_files_are_not_accused(name, scheme, tmp_path):
             assert faults(tmp_path / "back", folder) == []
 
 
+def test_codes_of_four_bits_in_bytes_are_judged_by_their_bits(tmp_path):
+    """llm-compressor's W4AFP8 is "int-quantized": integers of 4 bits in bytes."""
+    name, weights = "model.layers.0.mlp.up_proj", np.float32(np.random.default_rng(0).standard_normal((8, 256)))
+    scales = np.abs(weights).reshape(8, 2, 128).max(axis=2) / 7.5
+    codes = np.rint(weights / np.repeat(scales, 128, axis=1)).clip(-8, 7).astype(np.int8)
+    arguments = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    groups = {"group_0": {"targets": ["Linear"], "weights": arguments}}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown", "quantization_config": config}))
+    wrong = codes.copy()
+    wrong[3, 128:] *= -1
+    for stored, expected in ((codes, []), (wrong, ["1 of 8 rows differ, the first is row 3"])):
+        save_file({f"{name}.weight": stored, f"{name}.weight_scale": scales}, tmp_path / "model.safetensors")
+        assert [text for *_, text in faults(tmp_path, {f"{name}.weight": weights})] == expected
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_casts_are_not_accused(dtype, llama, tmp_path):
     safeload.convert(llama, tmp_path / "cast", dtype=dtype)
@@ -301,6 +317,48 @@ def test_factors_that_a_tensor_does_not_undo_are_found(lost, kind, llama, tmp_pa
     found = {tensor for _, tensor, _ in faults(result, llama)}
     norms = ["input_layernorm"] * 3 + ["post_attention_layernorm"] * 2 + ["mlp.up_proj"]
     assert f"model.layers.0.{norms[lost]}.weight" in found
+
+
+def scaled_by_norm(norm, factor, random, offset=0.0):
+    """A norm and a matrix, and both after the matrix's columns were multiplied by factors, and the norm divided."""
+    factors = np.where(np.arange(256) % 2, np.float32(factor), np.float32(1))
+    norms = {f"model.layers.0.{norm}.weight": np.float32(random.standard_normal(256) * 0.2 + 1 - offset)}
+    before = {"model.layers.0.mlp.up_proj.weight": np.float32(random.standard_normal((512, 256)))} | norms
+    after = {name: x * factors if x.ndim == 2 else (x + offset) / factors - offset for name, x in before.items()}
+    return before, {name: np.float32(x) for name, x in after.items()}
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("factor", [1.15, 1.5])
+def test_factors_are_undone_in_norms_from_1_and_in_codes_that_look_calibrated(factor, offset, tmp_path):
+    before, after = scaled_by_norm("input_layernorm", factor, np.random.default_rng(0), offset)
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    save_file(after, tmp_path / "model.safetensors")
+    safeload.convert(tmp_path, tmp_path / "out", quantize="w4a16")
+    assert faults(tmp_path / "out", before) == []
+    after["model.layers.0.mlp.up_proj.weight"] = before["model.layers.0.mlp.up_proj.weight"]
+    save_file(after, tmp_path / "model.safetensors")
+    safeload.convert(tmp_path, tmp_path / "wrong", quantize="w4a16")
+    assert [tensor for _, tensor, _ in faults(tmp_path / "wrong", before)] == ["model.layers.0.input_layernorm.weight"]
+
+
+def test_a_norm_that_no_matrix_reads_undoes_nothing(tmp_path):
+    """GPTQModel 7.7 divides the norm of Gemma 2's attention by factors of the feed-forward, which reads another one."""
+    before, after = scaled_by_norm("post_attention_layernorm", 1.5, np.random.default_rng(0), 1)
+    save_file(after, tmp_path / "model.safetensors")
+    assert faults(tmp_path, before) == []
+    others = dict.fromkeys(("model.layers.0.post_feedforward_layernorm.weight",), np.zeros(256, np.float32))
+    save_file(after | others, tmp_path / "model.safetensors")
+    assert {tensor for _, tensor, _ in faults(tmp_path, before | others)} == before.keys()
+
+
+def test_norms_that_were_rounded_as_sums_with_1_are_not_accused(tmp_path):
+    norm = (np.random.default_rng(0).standard_normal(256) * 0.2).astype(ml_dtypes.bfloat16)
+    rounded = (norm + norm.dtype.type(1)) - norm.dtype.type(1)
+    assert (rounded != norm).any()
+    save_file({"model.norm.weight": rounded, "model.bias": norm}, tmp_path / "model.safetensors")
+    assert faults(tmp_path, {"model.norm.weight": norm, "model.bias": norm}) == []
+    assert len(faults(tmp_path, {"model.norm.weight": norm, "model.bias": rounded})) == 1
 
 
 def adapter_of(llama, folder):

@@ -2,10 +2,12 @@
 
     python tests/data/proof/judge.py FOLDER [RESULT ...]
 
-FOLDER gets the model, the results and a table. Needs torch, transformers, llmcompressor and auto-round; mlx-lm if
-MLX_PYTHON names a Python that has it, and llama.cpp's programs if LLAMA_CPP names their folder.
+FOLDER gets the models, the results and a table. Needs torch, transformers, llmcompressor and auto-round; mlx-lm and
+GPTQModel if MLX_PYTHON and GPTQMODEL_PYTHON name Pythons that have them, and llama.cpp's programs if LLAMA_CPP names
+their folder.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +34,30 @@ COMPRESSED = {
     "gptq-w4a16": ("GPTQModifier", "W4A16", None),
     "gptq-w8a8": ("GPTQModifier", "W8A8", None),
     "smooth-w8a8": ("GPTQModifier", "W8A8", 0.8),
+    "mxfp4": ("QuantizationModifier", "MXFP4", None),
+    "mxfp8": ("QuantizationModifier", "MXFP8", None),
+    "fp8-block": ("QuantizationModifier", "FP8_BLOCK", None),
+    "w4afp8": ("QuantizationModifier", "W4AFP8", None),
+    "gemma/smooth-w8a8": ("GPTQModifier", "W8A8", 0.8),
+    "qwen2/smooth-w8a8": ("GPTQModifier", "W8A8", 0.8),
+    "qwen3moe/w4a16": ("QuantizationModifier", "W4A16", None),
+    "qwen3moe/fp8-dynamic": ("QuantizationModifier", "FP8_DYNAMIC", None),
+}
+# GPTQModel: arguments of QuantizeConfig. Not its AWQ of Qwen3 MoE, which divides the norm that the router reads and not
+# the router, nor that of Gemma 2, which divides a norm that the feed-forward does not read: both are accused, rightly.
+GPTQMODEL = {
+    "gptqmodel-4": {"bits": 4, "group_size": 128},
+    "gptqmodel-4-g32": {"bits": 4, "group_size": 32},
+    "gptqmodel-4-act-order": {"bits": 4, "group_size": 128, "desc_act": True},
+    "gptqmodel-4-asym": {"bits": 4, "group_size": 128, "sym": False},
+    "gptqmodel-4-v2": {"bits": 4, "group_size": 128, "sym": False, "format": "gptq_v2"},
+    "gptqmodel-8": {"bits": 8, "group_size": 128},
+    "gptqmodel-3": {"bits": 3, "group_size": 128},
+    "gptqmodel-2": {"bits": 2, "group_size": 64},
+    "gptqmodel-awq": {"bits": 4, "group_size": 128, "quant_method": "awq", "format": "gemm"},
+    "qwen2/gptqmodel-awq": {"bits": 4, "group_size": 128, "quant_method": "awq", "format": "gemm"},
+    "gemma/gptqmodel-awq": {"bits": 4, "group_size": 128, "quant_method": "awq", "format": "gemm"},
+    "qwen3moe/gptqmodel-4": {"bits": 4, "group_size": 128},
 }
 # auto-round: scheme and format.
 ROUNDED = {
@@ -56,19 +82,32 @@ PLAIN = [
 WEIGHTED = ["Q4_K_M", "IQ4_XS", "IQ3_S", "IQ2_XS", "Q4_0", "Q3_K_S", "Q2_K"]
 
 
-def make_model(folder):
-    """A Llama of two layers with rows and columns of outliers, and a tokenizer of bytes."""
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": TOKENS, "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+# Models by the beginning of a result's name: classes and sizes.
+MODELS = {
+    "": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"head_dim": 64}),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
+}
+
+
+def make_model(folder, name, sizes):
+    """A model of two layers with rows and columns of outliers, and a tokenizer of bytes."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=TOKENS, max_position_embeddings=512, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(1 + 3 * (torch.rand(parameter.shape[1]) < 0.02).to(parameter.dtype))
-                parameter[torch.randint(0, parameter.shape[0], (3,))] *= 4
+            if parameter.dim() > 1:
+                parameter.mul_(1 + 3 * (torch.rand(parameter.shape[-1]) < 0.02).to(parameter.dtype))
+                parameter[..., torch.randint(0, parameter.shape[-2], (3,)), :] *= 4
             else:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
@@ -118,14 +157,17 @@ def run(*command):
     subprocess.run([*map(str, command)], check=True, capture_output=True)
 
 
-def results(source, folder):
-    """Each result by name, with the function that makes it."""
-    table = {name: (compress, source, folder / name, *row) for name, row in COMPRESSED.items()}
-    table |= {name: (round_by_gradient, source, folder / name, *row) for name, row in ROUNDED.items()}
-    python, programs = os.environ.get("MLX_PYTHON"), os.environ.get("LLAMA_CPP")
+def results(folder):
+    """Each result by name, with the function that makes it, and its model."""
+    source = folder / "model"
+    table = {name: (compress, folder / name, *row) for name, row in COMPRESSED.items()}
+    table |= {name: (round_by_gradient, folder / name, *row) for name, row in ROUNDED.items()}
+    python, programs = os.environ.get("GPTQMODEL_PYTHON"), os.environ.get("LLAMA_CPP")
+    for name, arguments in GPTQMODEL.items() if python else ():
+        table[name] = (by_gptqmodel, folder / name, python, arguments)
+    python = os.environ.get("MLX_PYTHON")
     for name, options in MLX.items() if python else ():
-        paths = "--hf-path", source, "--mlx-path", folder / name
-        table[name] = (run, python, "-m", "mlx_lm", "convert", *paths, *options)
+        table[name] = (by_mlx, folder / name, python, options)
     if programs:
         plain, matrix = folder / "model-f32.gguf", folder / "imatrix.gguf"
         if not matrix.exists():
@@ -135,27 +177,46 @@ def results(source, folder):
         for label, types, options in (("", PLAIN, []), ("imatrix-", WEIGHTED, ["--imatrix", matrix])):
             for kind in types:
                 file = folder / f"{label}{kind}.gguf"
-                table[file.name] = (run, f"{programs}/llama-quantize", *options, plain, file, kind)
+                table[file.name] = (by_llama_quantize, file, programs, plain, kind, options)
     return table
 
 
+def by_gptqmodel(source, result, python, arguments):
+    ids = json.dumps([each.tolist() for each in inputs(32)])
+    here = Path(__file__).with_name("by_gptqmodel.py")
+    environment = {**os.environ, "GPTQMODEL_CPU_WORKERS": "2"}  # it refuses to run with less
+    command = [python, here, source, result, json.dumps(arguments)]
+    subprocess.run([*map(str, command)], input=ids.encode(), env=environment, check=True, capture_output=True)
+
+
+def by_mlx(source, result, python, options):
+    run(python, "-m", "mlx_lm", "convert", "--hf-path", source, "--mlx-path", result, *options)
+
+
+def by_llama_quantize(source, result, programs, plain, kind, options):
+    run(f"{programs}/llama-quantize", *options, plain, result, kind)
+
+
 def main(folder, *names):
-    source = folder / "model"
-    if not source.exists():
-        make_model(source)
-    accused = 0
-    for name, (make, *arguments) in results(source, folder).items():
+    sources = {kind: folder / f"{kind}model" for kind in MODELS}
+    for kind, source in sources.items():
+        if not source.exists():
+            make_model(source, *MODELS[kind])
+    accused = judged = 0
+    for name, (make, place, *arguments) in results(folder).items():
         if names and name not in names:
             continue
-        place = folder / name
+        source = sources[name.rpartition("/")[0]]
         if not place.exists():
-            make(*arguments)
+            place.parent.mkdir(exist_ok=True)
+            make(source, place, *arguments)
         inner = next(place.glob("*/config.json"), None) if place.is_dir() else None  # auto-round makes a folder
         report = safeload.check(inner.parent if inner is not None else place, original=source)
         errors = [finding for finding in report.errors if finding.code.startswith("source.")]
         notes = sorted({finding.code for finding in report.notes} & {"source.calibrated", "source.rescaled"})
         print(f"{name}: {len(errors)} errors; {', '.join(notes) or 'as expected'}", flush=True)
-        accused += bool(errors)
+        accused, judged = accused + bool(errors), judged + 1
+    print(f"{accused} of {judged} accused")
     return 1 if accused else 0
 
 
