@@ -137,12 +137,14 @@ def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
         count = max(layers) + 1
         for layer in sorted(layer for layer in layers if layer >= _FAR * len(layers)):
             yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
-        if count <= 2 * len(layers):
-            for layer in sorted(set(range(count)) - layers.keys()):
-                yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
         counts = Counter(rest for parts in layers.values() for rest in parts)
         least = len(layers) - max(1, len(layers) // _USUAL)
         usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= least]
+        # Activations have numbers, too, in a list of convolutions: layers of a model have several modules in common.
+        alike = len({rest.partition(".")[0] for rest in usual if "." in rest}) > 1
+        if alike and count <= 2 * len(layers):
+            for layer in sorted(set(range(count)) - layers.keys()):
+                yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
         for layer, parts in sorted(layers.items()):
             for rest in usual:
                 name = f"{prefix}{layer}.{rest}"

@@ -285,6 +285,18 @@ def test_layers_without_a_schema():
     assert check(tensors, schema=None).schema is None
 
 
+def test_lists_of_convolutions_have_no_holes():
+    # The numbers between belong to activations: EnCodec in Bark, the subsampling of Canary, heads of PP-DocLayout.
+    lists = {
+        "encoder.layers": ("0.conv", "1.block.1.conv", "1.block.3.conv", "3.conv", "4.block.1.conv", "6.conv"),
+        "encoder.subsampling.layers": ("0", "2", "3", "5", "6"),
+        "scale_heads.2.layers": ("0.conv", "0.norm", "2.conv", "2.norm"),
+    }
+    names = [f"{stack}.{module}" for stack, modules in lists.items() for module in modules]
+    x = np.float32([[1, 2], [3, 4]])
+    assert codes(check({f"{name}.{part}": x for name in names for part in ("weight", "bias")})) == []
+
+
 # ---- sizes, arrays, limits ----
 
 
