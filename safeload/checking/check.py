@@ -222,41 +222,43 @@ def check(
     )
     if original is None and adapters is not None:
         raise ValueError("adapters= belongs to original=: pass the source that they were merged into")
-    if original is not None or base is not None:
-        if isinstance(source, (np.ndarray, QuantizedTensor)) or shape is not None:
-            raise ValueError(f"{'base=' if original is None else 'original='} requires a checkpoint or a dict")
-        own: Any = {"config": config, "schema": schema, "limits": limits, "values": values, "executor": executor}
-        same: Any = {"only": only, "drop": drop, "storage_options": storage_options, "threads": threads}
-        with caching(cache):
-            report = check(source, progress=progress, **own, **same)
-            if original is not None:
-                report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
-            if base is not None:
-                if not (is_path(source) or hasattr(source, "weight_files")):
-                    raise ValueError("base= requires the path of an adapter, or an open checkpoint")
-                report.add(misfits_of(source, base, storage_options))
-        return report
     if isinstance(source, (np.ndarray, QuantizedTensor)):
-        if executor is not None:
-            raise executors.in_memory("an array is", executors.EXECUTOR)
-        report = CheckReport(ARRAY)
-        refuse_masked(source, "the array")
-        if shape is not None:
-            if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
-                raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-            if not structure.fits(source.shape, tuple(shape)):
-                sizes = ", ".join("?" if size is None else str(size) for size in shape)
-                report.add([find("array.shape", ARRAY, shape=list(source.shape), sizes=sizes)])
-        return _validate_tensors(report, Catalog.of({ARRAY: source}), options._replace(schema=None))
+        if original is not None or base is not None:
+            raise ValueError(f"{'base=' if original is None else 'original='} requires a checkpoint or a dict")
+        return _check_array(source, shape, options)
     if shape is not None:
         raise ValueError("shape= requires a single array")
-    if isinstance(source, (Mapping, Catalog)):
-        with Catalog.of(source) as catalog:
-            if executor is not None:
-                executors.check_paths(catalog, executors.EXECUTOR)
-            return _validate_tensors(CheckReport(catalog.title), catalog, options)
+    if base is not None and not (is_path(source) or hasattr(source, "weight_files")):
+        raise ValueError("base= requires the path of an adapter, or an open checkpoint")
     with caching(cache):
-        return validate_path(source, {"storage_options": storage_options}, options)
+        if isinstance(source, (Mapping, Catalog)):
+            with Catalog.of(source) as catalog:
+                if executor is not None:
+                    executors.check_paths(catalog, executors.EXECUTOR)
+                report = _validate_tensors(CheckReport(catalog.title), catalog, options)
+        else:
+            report = validate_path(source, {"storage_options": storage_options}, options)
+        if original is not None:
+            same: Any = {"only": only, "drop": drop, "storage_options": storage_options, "threads": threads}
+            report.add(findings_of(source, original, adapters=adapters, progress=progress, **same))
+        if base is not None:
+            report.add(misfits_of(source, base, storage_options))
+    return report
+
+
+def _check_array(
+    array: Array | QuantizedTensor, shape: tuple[int | None, ...] | None, options: CheckSettings
+) -> CheckReport:
+    if options.executor is not None:
+        raise executors.in_memory("an array is", executors.EXECUTOR)
+    report = CheckReport(ARRAY)
+    refuse_masked(array, "the array")
+    if shape is not None:
+        if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
+            raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
+        sizes = structure.misfit(array.shape, tuple(shape))
+        report.add([] if sizes is None else [find("array.shape", ARRAY, shape=list(array.shape), sizes=sizes)])
+    return _validate_tensors(report, Catalog.of({ARRAY: array}), options._replace(schema=None))
 
 
 class CheckSettings(NamedTuple):

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -28,7 +28,8 @@ from ..quant.gptq import zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.url import is_url, shown
 
-if TYPE_CHECKING:  # the others of its room import more than `info` needs
+if TYPE_CHECKING:  # these import more than `info` needs
+    from ..adapters.adapter import Adapter
     from .findings import Finding
 
 ROWS = 100  # at most, on a terminal
@@ -397,34 +398,25 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 # ---- the adapter ----
 
 
-def _adapter(
-    path: str,
-    opened: Checkpoint,
-    base: Paths | None,
-    storage_options: Mapping[str, Any] | None = None,
-    problems: list[SafeloadError] | None = None,
-) -> Found:
-    summary: Found = None
-    if any(".lora_" in name or name.startswith("base_model.model.") for name in opened):
-        try:
-            summary = _summarized(opened, base, storage_options, problems)
-        except (SafeloadError, OSError) as error:
-            if base is not None:
-                raise
-            summary = None if isinstance(error, FileNotFoundError) else f"it cannot be merged: {one_line(error)}"
-    if summary is None and base is not None:
+def _is_adapter(path: str, opened: Checkpoint, base: Paths | None) -> bool:
+    """Recognize an adapter by its names; refuse a base for anything else."""
+    adapter = any(".lora_" in name or name.startswith("base_model.model.") for name in opened)
+    if base is not None and not adapter:
         raise ValueError(f"base= needs a LoRA adapter, got {path}")
-    return summary
+    return adapter
 
 
-def _summarized(
-    opened: Checkpoint,
-    base: Paths | None,
-    storage_options: Mapping[str, Any] | None,
-    problems: list[SafeloadError] | None,
-) -> AdapterSummary:
+def _adapter(path: str, opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> Found:
+    try:
+        return _summarized(opened, base, storage_options) if _is_adapter(path, opened, base) else None
+    except (SafeloadError, OSError) as error:
+        if base is not None:
+            raise
+        return None if isinstance(error, FileNotFoundError) else f"it cannot be merged: {one_line(error)}"
+
+
+def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
     from ..adapters import adapter as parts  # imported here: few files are adapters
-    from ..adapters.merge import fit
 
     adapter = parts.Adapter(opened)
     modules = adapter.modules
@@ -436,16 +428,6 @@ def _summarized(
     if adapter.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
     method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
-    fitting = None
-    if base is not None:
-        with loading.open(base, storage_options=storage_options) as opened_base:
-            errors: list[SafeloadError] = []
-            _, merge = fit(opened_base, [adapter], errors)
-            packed = sum(merge.base.target(name).row is None for name in merge.changes)
-            messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in errors]
-            fitting = AdapterFitting(opened_base.path, len(merge.changes), packed, len(opened_base), messages)
-            if problems is not None:
-                problems += errors
     return AdapterSummary(
         " and ".join(method) or "LoRA",
         "MLX" if adapter.mlx else "PEFT",
@@ -457,24 +439,37 @@ def _summarized(
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
         adapter.config,
-        fitting,
+        None if base is None else _fitted(adapter, base, storage_options)[0],
     )
+
+
+def _fitted(
+    adapter: Adapter, base: Paths, storage_options: Mapping[str, Any] | None
+) -> tuple[AdapterFitting, list[SafeloadError]]:
+    """Return how an adapter fits a base, and its tensors that do not."""
+    from ..adapters.merge import fit
+
+    errors: list[SafeloadError] = []
+    with loading.open(base, storage_options=storage_options) as opened:
+        _, merge = fit(opened, [adapter], errors)
+        packed = sum(merge.base.target(name).row is None for name in merge.changes)
+        messages = [str(error.args[0]).removeprefix(f"{error.path}: ") for error in errors]
+        return AdapterFitting(opened.path, len(merge.changes), packed, len(opened), messages), errors
 
 
 def misfits_of(source: Any, base: Paths, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
     """Find the tensors of an adapter, a path or an open checkpoint, that do not fit a base."""
-    from ..conversion.catalog import is_path  # only here: importing these takes milliseconds
+    from ..adapters.adapter import Adapter  # only here: importing these takes milliseconds
+    from ..conversion.catalog import is_path
     from .findings import find
 
-    problems: list[SafeloadError] = []
-    with ExitStack() as stack:
-        opened = source
-        if is_path(source):
-            opened = stack.enter_context(loading.open(source, storage_options=storage_options))
+    reading = loading.open(source, storage_options=storage_options) if is_path(source) else nullcontext(source)
+    with reading as opened:
+        _is_adapter(opened.path, opened, base)
         try:
-            _adapter(opened.path, opened, base, storage_options, problems)
+            _, problems = _fitted(Adapter(opened), base, storage_options)
         except (FormatError, UnsupportedError) as error:
-            problems.append(error)
+            problems = [error]
     for problem in problems:
         text, about = one_line(problem).removeprefix(f"{problem.path}: "), f"tensor {show(problem.tensor or '')} "
         yield find("adapter.base", problem.tensor, problem=text.removeprefix(about).removeprefix("of the adapter "))

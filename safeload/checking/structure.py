@@ -236,8 +236,8 @@ def check_schema(
     source = "metadata" if schema.config == rows.METADATA else "config"
     for name in names:
         w = corrected.get(name, expected[name])
-        if w.shape is not None and not fits(tensors[name].shape, w.shape):
-            sizes = ", ".join("?" if size is None else str(size) for size in w.shape)
+        sizes = None if w.shape is None else misfit(tensors[name].shape, w.shape)
+        if sizes is not None:
             facts = {"shape": list(tensors[name].shape), "formula": ", ".join(w.entry.shape or ()), "sizes": sizes}
             findings.append(find("schema.shape", name, **facts, source=source))
     return findings, len(names), tied
@@ -352,9 +352,11 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
 # ---- wrong sizes in the config ----
 
 
-def fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    """True if a shape matches the expected shape, in which None matches any size."""
-    return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
+def misfit(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> str | None:
+    """Return the expected sizes, in which None is any size, unless a shape has these."""
+    if len(shape) == len(expected) and all(b in (None, a) for a, b in zip(shape, expected, strict=True)):
+        return None
+    return ", ".join("?" if size is None else str(size) for size in expected)
 
 
 def _find_causes(
