@@ -26,7 +26,7 @@ from ..core.files import caching
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
 from ..core.memory import Cache, aligned_bytes, check_threads, thread_count, windows
-from ..core.names import Patterns, layer_of, natural_key, select
+from ..core.names import Patterns, grouped, layer_of, natural_key, select
 from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
@@ -41,7 +41,7 @@ from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
 from .forms import Accounts, Forms, common_form
-from .judging import Judgement, judge
+from .judging import Judgement, judged, pair_of
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]
@@ -150,10 +150,8 @@ _HEAD = ("different values", "max", "rms", "relative", "cosine", "unequal", "not
 
 def _reasons(left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each reason, with the number of tensors and the first."""
-    names: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        names.setdefault(reason, []).append(name)
-    return [f"{reason}: {plural(len(each), 'tensor')}, {printable(each[0])}" for reason, each in names.items()]
+    groups = grouped(left_out, left_out.__getitem__).items()
+    return [f"{reason}: {plural(len(names), 'tensor')}, {printable(names[0])}" for reason, names in groups]
 
 
 def _by_name(differences: Mapping[str, TensorDiff]) -> dict[str, dict[str, Any]]:
@@ -231,11 +229,9 @@ class DiffReport(Report):
     @cached_property
     def layers(self) -> dict[str, LayerDiff]:
         """`LayerDiff` of every layer, by prefix, such as "model.layers.0"; "" holds the tensors outside layers."""
-        layers: dict[str, dict[str, TensorDiff]] = {}
-        for name, row in self.tensors.items():
-            layers.setdefault(layer_of(name), {})[name] = row
-        summaries = {}
-        for layer, rows in sorted(layers.items(), key=lambda item: natural_key(item[0])):
+        summaries, layers = {}, grouped(self.tensors, layer_of)
+        for layer in sorted(layers, key=natural_key):
+            rows = {name: self.tensors[name] for name in layers[layer]}
             norms = (self.norms.get(name, 0.0) if row.norm is None else row.norm for name, row in rows.items())
             relative = _ratio(math.hypot(*(row.change for row in rows.values())), math.hypot(*norms))
             summaries[layer] = LayerDiff(len(rows), sum(row.unequal > 0 for row in rows.values()), relative)
@@ -286,9 +282,6 @@ class DiffReport(Report):
             if account:
                 counts = ", ".join(f"{n:,} {fate}" for fate, n in sorted(account.items()))
                 lines.append(clip(f"{side}: {plural(sum(account.values()), 'tensor')}: {counts}", columns))
-        pairs: dict[tuple[str, str], list[str]] = {}
-        for name, pair in self.dtypes.items():
-            pairs.setdefault(pair, []).append(name)
         lists = {
             "only in a": [*map(printable, self.only_a)],
             "only in b": [*map(printable, self.only_b)],
@@ -296,9 +289,7 @@ class DiffReport(Report):
             "left out of b by the form": _reasons(self.left_out_b),
             "tied": [f"{printable(head)} to {printable(embedding)}" for head, embedding in self.tied.items()],
             "different shape": [*map(self._shapes_of, self.shapes)],
-            "different dtype": [
-                f"{a} and {b}: {plural(len(names), 'tensor')}, {printable(names[0])}" for (a, b), names in pairs.items()
-            ],
+            "different dtype": _reasons({name: f"{a} and {b}" for name, (a, b) in self.dtypes.items()}),
         }
         for title, entries in lists.items():
             if entries:
@@ -460,8 +451,8 @@ def diff(
         how: Any = {"stored": stored, "executor": executor, "threads": threads, "progress": progress}
         report, forms = compare(catalog_a, catalog_b, only, drop, **how)
         if not stored:  # codes are read again; plain numbers are judged by `check` with a source
-            judged = [name for name, row in report.tensors.items() if row.unequal and forms.quantized(name)]
-            report.judged = judge(forms, judged, threads)
+            unequal = [name for name, row in report.tensors.items() if row.unequal and forms.quantized(name)]
+            report.judged = {name: judged(forms, name, pair_of(forms, name, threads)) for name in unequal}
         return report
 
 
@@ -502,10 +493,9 @@ def compare(
     report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
     report.tensors = differences
     if forms.form or forms.tied:
-        fates = [{**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")} for _ in "ab"]
-        for fate, names in zip(fates, (report.only_a, report.only_b), strict=True):
-            fate.update(dict.fromkeys(names, "only here"))
-        report.accounts = forms.accounts((catalog_a, catalog_b), (fates[0], fates[1]))
+        fates = {**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")}
+        fates |= dict.fromkeys((*report.only_a, *report.only_b), "only here")
+        report.accounts = forms.accounts((catalog_a, catalog_b), fates)
     changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
     equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
     if equal:

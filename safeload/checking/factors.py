@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.arrays import Array
+from ..core.names import grouped, layer_of
 
 # Codes of 4 bits change factors by a few percent, and those of columns with small values by more: the greatest distance
 # of a product of factors from 1, of all but a few columns; of their median; and of each column in the clearest matrix.
 _NEAR, _MIDDLE, _CLEAR = 0.3, 0.05, 0.35
 _MOST = 0.97  # share of the columns
-_LAYER = re.compile(r".*?\.\d+\.")
 # Modules that write to the residual stream, so their columns read no norm.
 _WRITERS = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense|dense_4h_to_h|c_proj|wo|w2|fc2|fc_out|out)(\.|$)")
 # Norms of what a module writes, which no matrix reads. If the feed-forward has one, so has the attention.
@@ -64,19 +64,8 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
 
 def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     """Return the tensors whose factors are undone by a tensor of their layer, given the shapes of all tensors."""
-    layers: dict[str, list[str]] = {}
-    for name in shapes:
-        layers.setdefault(layer_of(name), []).append(name)
-    excused: set[str] = set()
-    for layer in {layer_of(name) for name in found} - {""}:
-        excused |= _undone(layers[layer], found, shapes)
-    return excused
-
-
-def layer_of(name: str) -> str:
-    """Return the beginning of a tensor's name that its layer shares, or an empty text outside layers."""
-    match = _LAYER.match(name)
-    return match[0] if match else ""
+    layers = grouped(shapes, layer_of)
+    return {name for layer in {*map(layer_of, found)} - {""} for name in _undone(layers[layer], found, shapes)}
 
 
 def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

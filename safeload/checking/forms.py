@@ -55,9 +55,9 @@ class Forms(NamedTuple):
         """True if a GGUF file says that an importance matrix chose its codes."""
         return "quantize.imatrix.file" in self.catalogs[side].metadata
 
-    def accounts(self, of: tuple[Catalog, Catalog], fates: tuple[Mapping[str, str], Mapping[str, str]]) -> Accounts:
+    def accounts(self, of: tuple[Catalog, Catalog], fates: Mapping[str, str]) -> Accounts:
         """Count the stored tensors of each side by fate, given the fate of each tensor that was brought into form."""
-        return tuple(Counter(self._fates(side, of[side], fates[side])) for side in (0, 1))  # type: ignore[return-value]
+        return tuple(Counter(self._fates(side, of[side], fates)) for side in (0, 1))  # type: ignore[return-value]
 
     def _fates(self, side: int, stored: Catalog, fates: Mapping[str, str]) -> Iterator[str]:
         names: dict[str, list[str]] = {}
@@ -102,7 +102,7 @@ def common_form(a: Catalog, b: Catalog) -> Forms:
     files = [_is_of_llama_cpp(catalog) for catalog in (a, b)]
     if files[0] != files[1] and not any(name in b for name in a):
         forms = _with_file(b, a) if files[0] else _with_file(a, b)
-        return forms._replace(**{key: getattr(forms, key)[::-1] for key in _OF_SIDES}) if files[0] else forms
+        return forms._replace(catalogs=forms.catalogs[::-1], left_out=forms.left_out[::-1]) if files[0] else forms
     catalogs, form = (a, b), ""
     if not any(catalog.makes or is_of_mlx(catalog) for catalog in (a, b)):
         catalogs, form = _with_common_names(a, b)
@@ -113,9 +113,6 @@ def common_form(a: Catalog, b: Catalog) -> Forms:
         form = "layout of mlx-lm" if made_like is not None and is_of_mlx(made_like) else form
     catalogs, tied = _with_heads(*catalogs)
     return Forms(catalogs, form, tied=tied)
-
-
-_OF_SIDES = ("catalogs", "left_out")
 
 
 def _is_of_llama_cpp(catalog: Catalog) -> bool:
@@ -135,7 +132,6 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
     uses = Counter(source for recipe in recipes.values() for source in set(recipe.sources))
     ours: dict[str, TensorRecipe] = {}
     theirs: dict[str, TensorRecipe] = {}
-    names: dict[str, str] = {}  # of the result, by name in the file
     for target, recipe in recipes.items():
         items = recipe.items
         sources = [[*dict.fromkeys(item.sources)] for item in items]
@@ -145,17 +141,13 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
             for number, (item, (name,)) in enumerate(zip(items, sources, strict=True)):
                 ours[name] = item
                 theirs[name] = TensorRecipe(item.shape, (Move(target, TensorView(number)),))
-                names[name] = target
             continue
         name = sources[0][0] if own and len(items) == 1 else target
-        ours[name], names[name] = recipe, target
+        ours[name] = recipe
         if target in file:
             theirs[name] = _whole(file, target)
-    known = set(names.values())
-    for target in file:
-        if target not in known:
-            theirs[target] = _whole(file, target)
-    head, tied = _head_of(model, form.head), {}
+    theirs |= {target: _whole(file, target) for target in file if target not in recipes}
+    head, tied = stored_names(model, model.title).get(form.head), {}
     embedding = next(iter(recipes["token_embd.weight"].sources), "") if "token_embd.weight" in recipes else ""
     if embedding in theirs and head is not None and head not in theirs and head not in laid.unknown:
         theirs[head] = theirs[embedding]  # the file has none of its own
@@ -179,10 +171,6 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
 
 def _whole(catalog: Catalog, name: str) -> TensorRecipe:
     return TensorRecipe(tuple(catalog.about(name).shape), (Move(name),))
-
-
-def _head_of(model: Catalog, name: str) -> str | None:
-    return stored_names(model, model.title).get(name)
 
 
 def _with_common_names(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], str]:

@@ -15,7 +15,7 @@ the scales in `safeload.quant`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -42,11 +42,7 @@ class Judgement(NamedTuple):
     @property
     def text(self) -> str:
         """The judgement in words: "as expected of q4_k"."""
-        return {
-            EXPECTED: f"as expected of {self.format}",
-            CALIBRATED: f"calibrated {self.format}",
-            DAMAGED: f"damaged {self.format}",
-        }.get(self.kind, self.kind)
+        return f"{self.kind}{' of' if self.kind == EXPECTED else ''} {self.format}".rstrip()
 
 
 class _Format(NamedTuple):
@@ -86,11 +82,6 @@ _SMALL_BLOCK = 1 / 16  # of the usual square of a norm; smaller blocks count as 
 _LARGER = 1.5  # the largest change of a row's norm by a calibrated writer
 _ROWS = 1 << 22  # elements to judge at a time
 _SLACK = 2.0**-9  # of the largest magnitude of a block: scales are rounded, and so may be the values
-
-
-def judge(forms: Forms, names: Iterable[str], threads: int | None = None) -> dict[str, Judgement]:
-    """Judge tensors of equal shapes and different values."""
-    return {name: judged(forms, name, pair_of(forms, name, threads)) for name in names}
 
 
 def pair_of(forms: Forms, name: str, threads: int | None) -> Callable[[], tuple[Array, Array]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ import numpy as np
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog
 from ..conversion.make import merged
 from ..core.arrays import Array
-from ..core.names import Patterns
+from ..core.names import Patterns, grouped
 from ..core.progress import Progress
 from ..core.text import plural
 from ..errors import SafeloadError, one_line
 from ..models.family import without_numbers
 from ..models.schema import language_of
 from .diff import DiffReport, compare
-from .factors import Factors, factors_of, layer_of, undone
+from .factors import Factors, factors_of, undone
 from .findings import Finding, find
 from .forms import Forms
 from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, EXPECTED, judged, pair_of
@@ -65,10 +66,7 @@ def findings_of(
         for name, (expected, shape) in report.shapes.items():
             yield find("source.shape", name, shape=[*shape], expected=[*expected])
         yield from (find("source.more", name) for name in report.only_b)
-        reasons: dict[str, list[str]] = {}
-        for name, reason in report.left_out_a.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
+        for reason, names in grouped(report.left_out_a, report.left_out_a.__getitem__).items():
             yield find("source.left_out", names[0], reason=reason, tensors=plural(len(names), "tensor"))
         if calibrated:
             yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
@@ -78,15 +76,13 @@ def findings_of(
 
 def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
     """Yield the missing tensors, by the shortest beginning of names that the result lacks altogether."""
-    lost = dict.fromkeys(report.only_a)
-    kept = [name for name in names if name not in lost]
-    beginnings = {".".join(parts[:k]) for parts in (name.split(".") for name in kept) for k in range(1, len(parts))}
-    groups: dict[str, list[str]] = {}
-    for name in lost:
-        parts = name.split(".")
-        begins = (".".join(parts[:k]) for k in range(1, len(parts)))
-        groups.setdefault(next((begin for begin in begins if begin not in beginnings), name), []).append(name)
-    for begin, members in groups.items():
+
+    def beginnings(name: str) -> Iterator[str]:
+        return accumulate(name.split(".")[:-1], "{}.{}".format)
+
+    kept = {begin for name in {*names}.difference(report.only_a) for begin in beginnings(name)}
+    lost = grouped(report.only_a, lambda name: next((begin for begin in beginnings(name) if begin not in kept), name))
+    for begin, members in lost.items():
         if len(members) == 1:
             yield find("source.lost:one", members[0])
         else:
@@ -153,14 +149,9 @@ def _explains(forms: Forms, name: str, b: Array, a: Array) -> bool:
 def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return which tensors hold the values of other tensors."""
     texts: dict[str, str] = {}
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in shapes.items():
-        alike.setdefault(shape, []).append(name)
-    for names in (group[:_MOST_ALIKE] for group in alike.values() if len(group) > 1):
-        sides = [np.stack([samples[name][side] for name in names]) for side in (0, 1)]
-        with np.errstate(all="ignore"):
-            a, b = (np.nan_to_num(x / np.linalg.norm(x, axis=1, keepdims=True)) for x in sides)
-            cosines = b @ a.T
+    alike = grouped(shapes, shapes.__getitem__).values()
+    for names in (group[:_MOST_ALIKE] for group in alike if len(group) > 1):
+        cosines = _cosines(*(np.stack([samples[name][side] for name in names]) for side in (0, 1)))
         origins = cosines.argmax(axis=1)
         for k, origin in enumerate(origins.tolist()):
             if origin == k or cosines[k, origin] < 1 - _CLOSE**2:
@@ -229,12 +220,18 @@ def _order_of(forms: Forms, name: str, a: Array, b: Array) -> str:
         return "the halves of the rows changed places"
     for what, x, y in (("rows", a, b), ("columns", a.T, b.T)):
         if 1 < len(x) <= _MOST_ROWS and x.shape[1] > 1:
-            with np.errstate(all="ignore"):
-                p, q = (np.nan_to_num(m / np.linalg.norm(m, axis=1, keepdims=True)) for m in (x, y))
-            origins = (q @ p.T).argmax(axis=1)
+            origins = _cosines(x, y).argmax(axis=1)
             if len(set(origins.tolist())) == len(x) and (origins != np.arange(len(x))).any() and _is(x[origins], y):
                 return f"{what} are in another order"
     return ""
+
+
+def _cosines(a: Array, b: Array) -> Array:
+    """Return the cosines of each row of ``b`` with the rows of ``a``, 0 for rows without a direction."""
+    with np.errstate(all="ignore"):
+        a, b = (np.nan_to_num(x / np.linalg.norm(x, axis=1, keepdims=True)) for x in (a, b))
+    cosines: Array = b @ a.T
+    return cosines
 
 
 def _extent(a: Array, b: Array) -> str:

@@ -31,7 +31,7 @@ from ..conversion.quantize import SchemeName
 from ..core import checkpoint as loading
 from ..core.files import LOCAL, Located, Location
 from ..core.memory import thread_count
-from ..core.names import pattern_of
+from ..core.names import grouped, pattern_of
 from ..core.packing import parse_scheme, usual_axis
 from ..core.progress import Bars, Meter, Progress, bars
 from ..core.registry import UnknownGlobals
@@ -490,9 +490,7 @@ def content(sizes: Mapping[str, int], stats: Mapping[str, Any]) -> ReportContent
 
 def by_kind(tensors: Iterable[ReportRow]) -> dict[str, list[ReportRow]]:
     """Group tensors by kind, the kind with the most bytes first."""
-    groups: dict[str, list[ReportRow]] = {}
-    for row in tensors:
-        groups.setdefault(row.kind, []).append(row)
+    groups = grouped(tensors, lambda row: row.kind)
     return dict(sorted(groups.items(), key=lambda group: -_nbytes(group[1])))
 
 

@@ -12,7 +12,7 @@ from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDesc
 from ..conversion.quantize import WEIGHTS, Encoding, SchemeName
 from ..conversion.rules import EngineRules, Rules, check_restorable, schema_of, tied_heads
 from ..core import dtypes
-from ..core.names import NUMBER
+from ..core.names import NUMBER, grouped
 from ..core.packing import ENGINE_FORMATS, SCHEMES, usual_axis
 from ..core.quantized_tensor import storage_of
 from ..errors import FormatError, UnsupportedError
@@ -130,10 +130,11 @@ def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
     texts = [text for entry in entries for text in (entry.name, *entry.also)]
     # Unless a name in the schema contains a number other than the layer.
     alike = schema is None or not any(map(NUMBER.search, (*texts, *schema.prefixes)))
-    groups: dict[tuple[Any, ...], list[TensorDescription]] = {}
-    for name, about in catalog.descriptions([*catalog]).items():
-        kind = NUMBER.sub("0", name) if alike else name
-        groups.setdefault((kind, *about[1:4], about.scheme, about.axis), []).append(about)
+
+    def kind_of(about: TensorDescription) -> tuple[Any, ...]:
+        return NUMBER.sub("0", about.name) if alike else about.name, *about[1:4], about.scheme, about.axis
+
+    groups = grouped(catalog.descriptions([*catalog]).values(), kind_of)
     return [_Kind(abouts[0].name, abouts[0], len(abouts)) for abouts in groups.values()]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..conversion.catalog import TensorDescription
 from ..core import dtypes
-from ..core.names import pattern_of
+from ..core.names import grouped, pattern_of
 from ..core.text import plural, show
 from ..errors import FormatError
 from ..formats.gguf import F32, U32
@@ -172,11 +172,8 @@ def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
 
 def check_dtypes(tensors: Descriptions, config: Mapping[str, Any] | None, parts: Set[str]) -> Iterator[Finding]:
     """Find tensors with a different dtype in other layers, and a wrong dtype in the config; skip quantized parts."""
-    groups: dict[str, list[str]] = {}
-    for name, about in tensors.items():
-        if about.floating and not about.quantized and name not in parts:
-            groups.setdefault(pattern_of(name), []).append(name)
-    for names in groups.values():
+    plain = (name for name, about in tensors.items() if about.floating and not about.quantized and name not in parts)
+    for names in grouped(plain, pattern_of).values():
         counts = Counter(tensors[name].dtype for name in names)
         if len(counts) > 1:
             usual, often = counts.most_common(1)[0]

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import FormatError, NoMatchError, TensorNotFoundError
 from .arrays import check_mapping
@@ -24,6 +24,8 @@ _MOST_NUMBERS = 4
 # The container and number of a layer, such as "layers.0", "h.11", "double_blocks.3" or Flax's "layers_0".
 _LAYER = re.compile(r"(?<![^./])(?:\w*(?:layers?|blocks?)|h|blk)[./_](?:0|[1-9][0-9]{0,8})(?![^./])", re.ASCII)
 
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 _DIGITS = re.compile(r"[0-9]+")
 _LARGEST_CHARACTER = 0x10FFFF
 
@@ -37,6 +39,14 @@ def layer_of(name: str) -> str:
     """Return the prefix of a tensor's layer, such as "model.layers.0"; "" outside layers."""
     match = _LAYER.search(name)
     return "" if match is None else name[: match.end()]
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return items by key, in order."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def natural_key(name: str) -> tuple[str, str]:
