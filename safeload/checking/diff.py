@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from fractions import Fraction
-from itertools import repeat
 from threading import local
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,9 +44,6 @@ from .judging import Judgement, judged, pair_of
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]
-_Fields: TypeAlias = Sequence[Any]  # of `TensorDiff`
-
-_EQUAL: _Fields = (0.0, None, 0.0, 1.0, 0, 0, 0.0, None)
 
 # Bytes per block: enough to amortize the cost of a read, but the blocks of both sides still fit into a cache.
 BYTES = 1 << 20
@@ -128,6 +124,9 @@ class LayerDiff(NamedTuple):
     tensors: int
     unequal: int
     relative_change: float
+
+
+_EQUAL = TensorDiff(0.0, None, 0.0, 1.0, 0, 0)
 
 
 def _ratio(change: float, norm: float | None) -> float:
@@ -486,18 +485,15 @@ def compare(
         sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
         pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-        rows = {name: (largest, at and tuple(at), *numbers) for name, (largest, at, *numbers) in rows.items()}
-    with paused(len(rows)):
-        fields = map(rows.__getitem__, shapes)
-        differences = dict(zip(shapes, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
-    report.common_rows = {name: differences.pop(name) for name in report.shapes if name in differences}
-    report.tensors = differences
+        rows = {name: TensorDiff._make((most, at and tuple(at), *rest)) for name, (most, at, *rest) in rows.items()}
+    report.common_rows = {name: rows[name] for name in report.shapes if name in rows}
+    report.tensors = {name: rows[name] for name in shapes if name not in report.shapes}
     if forms.form or forms.tied:
         fates = {**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")}
         fates |= dict.fromkeys((*report.only_a, *report.only_b), "only here")
         report.accounts = forms.accounts((catalog_a, catalog_b), fates)
-    changed = {layer_of(name) for name, difference in differences.items() if difference.unequal}
-    equal = [name for name, row in differences.items() if not row.unequal and layer_of(name) in changed]
+    changed = {layer_of(name) for name, row in report.tensors.items() if row.unequal}
+    equal = [name for name, row in report.tensors.items() if not row.unequal and layer_of(name) in changed]
     if equal:
         report.norms = {  # complex tensors have none
             name: math.sqrt(row.count - row.nan - row.inf) * math.hypot(row.mean, row.std)
@@ -553,13 +549,13 @@ def run(
 
 def _compare_values(
     a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, stored: bool, threads: int | None, progress: Progress
-) -> dict[str, _Fields]:
+) -> dict[str, TensorDiff]:
     """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
     blocks = _blocks_of(a, b, shapes) if stored else {}
     shapes = {**shapes, **blocks}
     meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     names = [*shapes]
-    rows: dict[str, _Fields] = {}
+    rows: dict[str, TensorDiff] = {}
 
     def compare(names: Sequence[str], a: Spans, b: Spans) -> None:
         rows.update(zip(names, _compare(a, b, [shapes[name] for name in names], threads, meter), strict=True))
@@ -711,7 +707,7 @@ class _Buffers(local):
         return memory[: fill_buffer(memory, spans, 1)]
 
 
-def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:
+def _compare(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[TensorDiff]:
     """Compare the first elements of tensors, as many as ``shapes`` have; both of a pair are complex or real."""
     # `meter` gets 8 bytes for each compared element.
     elements = np.array([math.prod(shape) for shape in shapes], np.int64)
@@ -774,7 +770,7 @@ def _same(x: Array, y: Array) -> bool:
 # ---- numbers ----
 
 
-def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[_Fields]:
+def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | None, meter: Meter) -> list[TensorDiff]:
     """Compare the numbers of tensors that share a dtype in each checkpoint."""
     stored = [dtypes.BY_NUMBER[int(spans.targets[0])] for spans in (a, b)]
     counts = a.sizes // stored[0].block_bytes
@@ -829,29 +825,18 @@ def _differences(a: Spans, b: Spans, shapes: Sequence[Shape], threads: int | Non
 def _added_up(largest: list[float], sums: Array, pieces: _Pieces) -> tuple[list[float], Array]:
     """Add up the pieces of each tensor."""
     first = np.flatnonzero(pieces.begins == 0)
-    ends = np.flatnonzero(pieces.last) + 1
-    totals, maxima = sums[first], [largest[k] for k in first.tolist()]
+    ends, best = np.flatnonzero(pieces.last) + 1, first.copy()
     for tensor in np.flatnonzero(ends - first > 1).tolist():
-        begin, end = int(first[tensor]), int(ends[tensor])
-        parts, total = sums[begin:end], totals[tensor]
-        k = max(range(begin, end), key=largest.__getitem__)
-        maxima[tensor] = largest[k]
-        total["at"] = int(pieces.begins[k]) + int(sums["at"][k])
-        for field in ("squares", "dot", "norm_a", "norm_b"):
-            total[field] = _total(parts[field].tolist())
-        for field in ("unequal", "nonfinite", "finite"):
-            total[field] = parts[field].sum()
-    return maxima, totals
+        best[tensor] = max(range(int(first[tensor]), int(ends[tensor])), key=largest.__getitem__)
+    totals = sums[best]
+    totals["at"] += pieces.begins[best].astype(np.uint64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for field in ("squares", "dot", "norm_a", "norm_b", "unequal", "nonfinite", "finite"):
+            totals[field] = np.add.reduceat(sums[field], first)
+    return [largest[k] for k in best.tolist()], totals
 
 
-def _total(numbers: list[float]) -> float:
-    try:
-        return math.fsum(numbers)
-    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
-        return sum(numbers)
-
-
-def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequence[Shape]) -> list[_Fields]:
+def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequence[Shape]) -> list[TensorDiff]:
     """Return the differences of tensors, given the largest difference and the sums of each."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         rms = np.sqrt(sums["squares"] / np.maximum(sums["finite"], 1))
@@ -866,7 +851,7 @@ def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequenc
     with paused(len(shapes)):
         peaks = zip(largest, places, shapes, strict=True)
         indices = [index_of(place, shape) if peak > 0 else None for peak, place, shape in peaks]
-        return [*zip(largest, indices, *columns, strict=True)]
+        return [*map(TensorDiff._make, zip(largest, indices, *columns, strict=True))]
 
 
 def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:

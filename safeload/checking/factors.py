@@ -99,7 +99,9 @@ def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mappin
             if by_norm or any(_undoes(found, name, rows[other], in_all=True) for other in taken):
                 good.add(name)
     biases = [*norms.values(), *(rows[name] for name in good & taken)]  # are multiplied as norms and rows are
-    good |= {name for name in found.keys() & {*vectors} if any(_equal(found[name].columns, each) for each in biases)}
+    for name in found.keys() & {*vectors}:
+        columns = found[name].columns
+        good |= {name for each in biases if len(columns) == len(each) and _is_one(columns / each)}
     return good | norms.keys()
 
 
@@ -117,10 +119,6 @@ def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: 
 
 def _is_valid(factors: Array) -> bool:
     return bool(np.isfinite(factors).all() and (factors > 0).all())
-
-
-def _equal(a: Array, b: Array) -> bool:
-    return len(a) == len(b) and _is_one(a / b)
 
 
 def _is_one(values: Array) -> bool:

@@ -8,7 +8,7 @@ ones, unless several published tensors become one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,16 +44,12 @@ class Forms(NamedTuple):
     def about(self, side: int, name: str) -> TensorDescription:
         """Describe a tensor as it is stored, also if it was brought into another form."""
         catalog, stored = self._stored(side, name)
-        return catalog.about(stored)
+        return catalog.about(stored[0])
 
     def packed(self, side: int, name: str) -> Packed | None:
         """Return a packed tensor as it is stored."""
         catalog, stored = self._stored(side, name)
-        return catalog.packed(stored)
-
-    def calibrated(self, side: int) -> bool:
-        """True if a GGUF file says that an importance matrix chose its codes."""
-        return "quantize.imatrix.file" in self.catalogs[side].metadata
+        return catalog.packed(stored[0])
 
     def accounts(self, of: tuple[Catalog, Catalog], fates: Mapping[str, str]) -> Accounts:
         """Count the stored tensors of each side by fate, given the fate of each tensor that was brought into form."""
@@ -62,16 +58,11 @@ class Forms(NamedTuple):
     def _fates(self, side: int, stored: Catalog, fates: Mapping[str, str]) -> Iterator[str]:
         names: dict[str, list[str]] = {}
         for name in self.catalogs[side]:
-            for source in self._sources(self.catalogs[side], name):
-                names.setdefault(source, []).append(name)
+            for source in self._stored(side, name)[1]:
+                names.setdefault(self.tied.get(source, source), []).append(name)
         for name in stored:
             own = {fates[each] for each in names.get(name, ()) if each in fates}
             yield "left out" if name in self.left_out[side] else min(own, default="not selected")
-
-    def _sources(self, catalog: Catalog, name: str) -> list[str]:
-        if not isinstance(catalog, RestructuredCatalog):
-            return [self.tied.get(name, name)]
-        return [stored for source in catalog.sources_of(name) for stored in self._sources(catalog.base, source)]
 
     def quantized(self, name: str) -> bool:
         """True if a side has codes."""
@@ -85,14 +76,15 @@ class Forms(NamedTuple):
         sources = catalog.sources_of(name)
         return catalog.recipes[name].computes or any(catalog.base.made(source) is not None for source in sources)
 
-    def _stored(self, side: int, name: str) -> tuple[Catalog, str]:
-        catalog = self.catalogs[side]
+    def _stored(self, side: int, name: str) -> tuple[Catalog, list[str]]:
+        """Return the stored tensors that a tensor is made of, or the tensor itself if it is made of the config."""
+        catalog, names = self.catalogs[side], [name]
         while isinstance(catalog, RestructuredCatalog):
-            sources = catalog.sources_of(name)
-            if not sources:  # made of the config
+            sources = [source for name in names for source in catalog.sources_of(name)]
+            if not sources:
                 break
-            catalog, name = catalog.base, sources[0]
-        return catalog, name
+            catalog, names = catalog.base, sources
+        return catalog, names
 
 
 def common_form(a: Catalog, b: Catalog) -> Forms:
@@ -238,12 +230,8 @@ def _with_heads(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], dict[s
     tied: dict[str, str] = {}
     result = []
     for own, other in ((a, b), (b, a)):
-        heads = {} if own.config is None or own.makes or own.in_memory else _tied_in(own, other)
+        known = {} if own.config is None or own.makes or own.in_memory else tied_heads(own, schema_of(own))
+        heads = {head: embedding for head, embedding in known.items() if head in other and head not in own}
         tied |= heads
         result.append(own.with_aliases(heads) if heads else own)
     return (result[0], result[1]), tied
-
-
-def _tied_in(own: Catalog, other: Iterable[str]) -> dict[str, str]:
-    names = set(other)
-    return {head: name for head, name in tied_heads(own, schema_of(own)).items() if head in names and head not in own}

@@ -196,7 +196,8 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
     known = BLOCKS.get(about.scheme)
     if known is not None:
         step, ranged = (0.0, known.error) if known.zero == BIAS else (known.error, 0.0)
-        return label, _Format(known.bits, known.columns, step, ranged, calibrates=forms.calibrated(side))
+        has_imatrix = "quantize.imatrix.file" in forms.catalogs[side].metadata
+        return label, _Format(known.bits, known.columns, step, ranged, calibrates=has_imatrix)
     blocks = dtypes.BLOCK_TYPES.get(about.scheme)
     share = 1.0 if blocks is None else 8.0 * blocks.block_bytes / blocks.block
     return label, _Format(min(share, 4.0), calibrates=True)

@@ -75,9 +75,9 @@ class LocalModels(Report, list[LocalModel]):
     _columns = LocalModel._fields
     _json = (("models", list), "notes")
 
-    def __init__(self, models: Iterable[LocalModel], notes: Iterable[str] = ()) -> None:
+    def __init__(self, models: Iterable[LocalModel], failures: Iterable[OSError] = ()) -> None:
         super().__init__(sorted(models, key=lambda model: (natural_key(model.name), model.path)))
-        self.notes = list(notes)
+        self.notes = sorted({one_line(error) for error in failures})
 
     def _values(self) -> Iterable[LocalModel]:
         return self
@@ -134,14 +134,13 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
     models = [*_of_hub(failures), *_of_ollama(failures)]
     for path, source in (*((path, LM_STUDIO) for path in _lm_studio()), *((path, FOLDER) for path in paths)):
         models += _of_folder(path, source, failures)
-    return LocalModels(dict.fromkeys(models), sorted({one_line(error) for error in failures}))
+    return LocalModels(dict.fromkeys(models), failures)
 
 
 def tree_of(folder: str) -> LocalModels:
     """Return the models in a folder and its subfolders, for commands that examine each of them."""
     failures: list[OSError] = []
-    models = [*_of_folder(folder, FOLDER, failures)]
-    return LocalModels(models, sorted({one_line(error) for error in failures}))
+    return LocalModels([*_of_folder(folder, FOLDER, failures)], failures)
 
 
 # ---- weights among the files of a folder ----

@@ -17,7 +17,7 @@ import numpy as np
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog
 from ..conversion.make import merged
 from ..core.arrays import Array
-from ..core.names import Patterns, grouped
+from ..core.names import Patterns, grouped, layer_of
 from ..core.progress import Progress
 from ..core.text import plural
 from ..errors import SafeloadError, one_line
