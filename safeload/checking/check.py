@@ -451,7 +451,8 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         stats = report.stats = StatsTable(_rows(tables, _STATS, read))
         report.add(files.check_runs(catalog, role, zero, stats))
         outliers = dict(_rows(tables, _OUTLIERS, stats))
-        judged = {name: values for name, values in stats.items() if name not in bad and is_real(tensors[name])}
+        real = {name for name, about in tensors.items() if about.floating or about.quantized} - bad
+        judged = {name: values for name, values in stats.items() if name in real}
         report.add(check_values(judged, tensors, options.limits, role, outliers, skip=quantized.names | zero))
         heads = (head for head, embedding in pairs.items() if bad.isdisjoint((head, embedding)))
         report.add(Finding(*row) for _, findings in _rows(tables, _TIED, heads) for row in findings)
@@ -537,11 +538,6 @@ def check_values(
         if sum(size > 1 for size in about.shape) > 1 and values.nan + values.inf == 0 and values.min == values.max:
             rule = "value.zero" if values.absmax == 0 else "value.constant"
             yield find(rule, name, count=values.count, value=figure(values.min, 6))
-
-
-def is_real(about: TensorDescription) -> bool:
-    """True if the values of a tensor are real numbers, dequantized ones included."""
-    return about.floating or about.quantized
 
 
 def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
@@ -724,8 +720,9 @@ def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, option
     readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
-    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE and is_real(tensors[name])]
-    tables[_OUTLIERS] = find_outliers(catalog, large, threads)
+    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE]
+    real = [name for name in large if tensors[name].floating or tensors[name].quantized]
+    tables[_OUTLIERS] = find_outliers(catalog, real, threads)
 
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:

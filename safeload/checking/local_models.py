@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..core.files import LOCAL
+from ..core.files import LOCAL, read_json
 from ..core.foreign import DCP_SUFFIX
 from ..core.names import natural_key
 from ..core.registry import DCP, ROWS
@@ -243,23 +242,14 @@ def _of_ollama(failures: list[OSError]) -> Iterator[LocalModel]:
 def _lm_studio() -> list[str]:
     """Return the folders of LM Studio's models: of its settings, and the defaults of its versions."""
     home = os.path.expanduser("~")
-    pointer = _text(os.path.join(home, ".lmstudio-home-pointer")).strip()
+    pointer = hub_cache.text_of(os.path.join(home, ".lmstudio-home-pointer"))
     own = pointer if pointer and "\0" not in pointer else os.path.join(home, ".lmstudio")
     chosen = None
-    with suppress(ValueError, RecursionError, AttributeError):  # or it is no object
-        chosen = json.loads(_text(os.path.join(own, "settings.json"))).get("downloadsFolder")
+    with suppress(SafeloadError, OSError):
+        chosen = read_json(os.path.join(own, "settings.json"), "settings.json").get("downloadsFolder")
     defaults = os.path.join(own, "models"), os.path.join(home, ".cache", "lm-studio", "models")
     folders = [chosen, *defaults] if isinstance(chosen, str) else defaults
     return [folder for folder in dict.fromkeys(folders) if "\0" not in folder and os.path.isdir(folder)]
-
-
-def _text(path: str) -> str:
-    """Return the beginning of a small text file; empty if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(1 << 20) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else ""
-    except (OSError, ValueError):
-        return ""
 
 
 def _of_folder(root: str, source: str, failures: list[OSError]) -> Iterator[LocalModel]:

@@ -239,18 +239,7 @@ def stats(
     cache: Cache = "keep",
 ) -> StatsTable: ...
 @overload
-def stats(
-    x: Any,
-    *,
-    histogram: bool = False,
-    names: None = None,
-    only: None = None,
-    drop: None = None,
-    storage_options: None = None,
-    executor: None = None,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> TensorStats: ...
+def stats(x: Any, *, histogram: bool = False, threads: int | None = None, progress: Progress = None) -> TensorStats: ...
 @public
 def stats(
     x: Any,

@@ -34,10 +34,8 @@ _TREE_VERSION = 1
 # Files that complete the weights of a folder: without them its weights could be misread.
 _CONFIGS = ("config.json", "adapter_config.json")
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
-
-
-# Longest text of a ref.
-_LONGEST_REF = 200
+# Longest text of a small file, such as a commit or a path.
+_LONGEST_TEXT = 4096
 
 
 def hub_folder() -> str:
@@ -57,11 +55,15 @@ def hub_repository(kind: str, name: str) -> str:
 
 def ref_of(path: str, *names: str) -> str:
     """Return the commit of a branch or tag in the folder of a repository; "" if it cannot be read."""
-    place = os.path.join(path, "refs", *names)
+    return text_of(os.path.join(path, "refs", *names))
+
+
+def text_of(path: str) -> str:
+    """Return the text of a small file; "" if it cannot be read."""
     with suppress(OSError, ValueError):
-        if os.path.isfile(place):  # a FIFO would block
-            with open(place, encoding="ascii") as file:
-                return file.read(_LONGEST_REF).strip()
+        if os.path.isfile(path):  # a FIFO would block
+            with open(path, encoding="utf-8") as file:
+                return file.read(_LONGEST_TEXT).strip()
     return ""
 
 
