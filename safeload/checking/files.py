@@ -26,7 +26,7 @@ from ..core.foreign import is_zip
 from ..core.memory import thread_count
 from ..core.registry import NPZ, WEIGHT_SUFFIXES, OpenRequest, open_file
 from ..core.source import PIECE, file_pieces
-from ..core.text import clip, dangling, plural, printable, show
+from ..core.text import clip, dangling, listed, plural, printable, show
 from ..core.thread_group import in_order
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import STORED, Archive, ZipEntry
@@ -78,12 +78,12 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
         yield find("index.total_size", index=base, total_size=total_size, nbytes=nbytes + scales)
-    listed: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
+    in_index: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
     yield from (
         find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
         for file in catalog.weight_files
         for k, name in enumerate(file.table.names)
-        if (file, k) not in listed
+        if (file, k) not in in_index
     )
 
 
@@ -218,9 +218,7 @@ def check_shards(
         if expected.total_size is not None and all(fault.code == "index.shard" for fault in bad.values()):
             absent = expected.total_size - sum(nbytes or 0 for _, nbytes in shards.values())
             message += f" ({absent:,} bytes)" if absent > 0 else ""
-        names = [*bad, *unread]
-        listed = ", ".join(clip(printable(name), _NAME_LENGTH) for name in names[:_LISTED])
-        advice = f"fetch again: {listed}" + (f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else "")
+        advice = f"fetch again: {listed((clip(printable(name), _NAME_LENGTH) for name in (*bad, *unread)), _LISTED)}"
         with suppress(SafeloadError, OSError):  # https lists no folders
             if files.is_folder(files.join(expected.folder, RESUME)):
                 advice = "this is an unfinished conversion: repeat it with resume=True"
@@ -234,9 +232,9 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
     try:
         opened = open_file(files.join(expected.folder, name), request)
     except FileNotFoundError as problem:
-        listed = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
+        why = f", but {expected.listed_in} lists it" if expected.listed_in is not None else ""
         link = dangling(problem.filename)
-        return find("index.shard", name=f"{shown}{link}," if link else shown, listed=listed), None
+        return find("index.shard", name=f"{shown}{link}," if link else shown, listed=why), None
     except (SafeloadError, OSError) as problem:
         return refusal(problem), None
     with ExitStack() as stack:
@@ -247,8 +245,8 @@ def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> t
         absent = [tensor for tensor in expected.names[name] if all(table.find(tensor) < 0 for table in tables)]
     if not absent:
         return None, nbytes
-    listed = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
-    return find("index.tensor", name=shown, absent=len(absent), listed=listed, first=show(min(absent))), nbytes
+    tensors = f"{plural(len(expected.names[name]), 'tensor')} that {expected.listed_in} lists"
+    return find("index.tensor", name=shown, absent=len(absent), listed=tensors, first=show(min(absent))), nbytes
 
 
 def expected_shards(path: str, files: Files, *, indexed: bool = True) -> ExpectedShards | None:

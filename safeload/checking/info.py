@@ -21,7 +21,7 @@ from ..core.registry import FormatName, UnknownGlobals
 from ..core.runtime import paused
 from ..core.showing import Result, parts_of, plain, quantity, shorten, table, terminal_columns, terminal_rows, wrap
 from ..core.table import TensorInfo
-from ..core.text import clip, plural, printable, show, size
+from ..core.text import clip, listed, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, is_of_tower, model_of
 from ..quant.gptq import zeros_disagree
@@ -483,11 +483,11 @@ def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], st
     kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
     lines = [
         f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}" if found.ranks else "",
-        f"changes {plural(sum(found.modules.values()), 'module')}: {_some(kinds, _MODULES)}" if found.ranks else "",
-        f"parameters: {_some(found.parameters, _NAMES)}" if found.parameters else "",
-        f"embeddings: {_some(found.embeddings, _NAMES)}" if found.embeddings else "",
+        f"changes {plural(sum(found.modules.values()), 'module')}: {listed(kinds, _MODULES)}" if found.ranks else "",
+        f"parameters: {listed(found.parameters, _NAMES)}" if found.parameters else "",
+        f"embeddings: {listed(found.embeddings, _NAMES)}" if found.embeddings else "",
         f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}" if found.biases else "",
-        f"replaces {plural(len(found.replaced), 'tensor')}: {_some(found.replaced, _NAMES)}" if found.replaced else "",
+        f"replaces {plural(len(found.replaced), 'tensor')}: {listed(found.replaced, _NAMES)}" if found.replaced else "",
     ]
     fitting = found.fitting
     if fitting is not None and fitting.problems:
@@ -522,11 +522,6 @@ def misfits(found: Found) -> bool:
 def _span(values: list[Any]) -> str:
     low, high = f"{values[0]:g}", f"{values[-1]:g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _some(texts: Iterable[str], most: int) -> str:
-    every = [printable(text) for text in texts]
-    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
 
 
 # ---- the listing ----

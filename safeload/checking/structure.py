@@ -17,7 +17,7 @@ import numpy as np
 from ..conversion.catalog import TensorDescription
 from ..core import dtypes
 from ..core.names import grouped, pattern_of
-from ..core.text import plural, show
+from ..core.text import listed, plural, show
 from ..errors import FormatError
 from ..formats.gguf import F32, U32
 from ..models import family as rows
@@ -318,11 +318,11 @@ def _check_unexpected(
         facts = {"layer": layer, "layers": counts[stack], "tensors": plural(count, "tensor")}
         yield find("schema.layer_extra", f"{stack}{layer}", severity=severity, **facts)
     if heads:
-        listed = None if config is None else config.get("architectures")
-        named = isinstance(listed, list) and listed and isinstance(listed[0], str)
-        subject = ", ".join(map(repr, heads[:4])) + (f" and {len(heads) - 4:,} more" if len(heads) > 4 else "")
+        classes = None if config is None else config.get("architectures")
+        named = isinstance(classes, list) and classes and isinstance(classes[0], str)
+        subject = listed(map(repr, heads), 4)
         subject = f"heads {subject} were" if len(heads) > 1 else f"head {subject} was"
-        architecture = listed[0][:100] if listed and named else "of the model"
+        architecture = classes[0][:100] if classes and named else "of the model"
         yield find("head.unchecked", heads[0], architecture=architecture, heads=subject)
     if unknown:
         what = "name and shape were" if len(unknown) == 1 else "names and shapes were"

@@ -112,6 +112,12 @@ def more(count: int, most: int | None) -> list[str]:
     return [] if most is None or count <= most else [f"... and {count - most:,} more"]
 
 
+def listed(texts: Iterable[str], most: int) -> str:
+    """Return the first ``most`` texts, and the number of the rest: "a, b and 3 more"."""
+    every = [*texts]
+    return ", ".join(every[:most]) + (f" and {len(every) - most:,} more" if len(every) > most else "")
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: "1 tensor", "1,024 tensors"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..core.files import LOCAL, read_json
 from ..core.opening import open_paths
 from ..core.registry import GGUF, SAFETENSORS, Opened, Recipe, open_file
-from ..core.text import error_about, folder_names, plural, show
+from ..core.text import error_about, folder_names, listed, plural, show
 from ..errors import FormatError, MissingShardError, UnsupportedError, missing_file
 from .url import shown
 
@@ -154,8 +154,7 @@ def find(url: str) -> OllamaModel:
     folder, path = next((pair for pair in manifests if os.path.isfile(pair[1])), ("", ""))
     if not path:
         known = [name.url for folder in folders() for name in names_in(folder, [])]
-        more = f" and {len(known) - _LISTED:,} more" if len(known) > _LISTED else ""
-        advice = f"ollama has {', '.join(known[:_LISTED])}{more}"
+        advice = f"ollama has {listed(known, _LISTED)}"
         if not known:
             advice = f"ollama has no models in {' or '.join(folders())}; set OLLAMA_MODELS if they are elsewhere"
         raise missing_file(url, f"No such model: {url}; {advice}")
@@ -181,11 +180,11 @@ def find(url: str) -> OllamaModel:
 def read(folder: str, name: OllamaName) -> OllamaModel:
     """Read the manifest of a model; the blobs are not looked at."""
     path = os.path.join(folder, "manifests", *name)
-    listed = read_json(path, "the manifest").get("layers")
-    if not isinstance(listed, list):
-        raise FormatError(f"layers must be an array, got {type(listed).__name__}", path)
+    entries = read_json(path, "the manifest").get("layers")
+    if not isinstance(entries, list):
+        raise FormatError(f"layers must be an array, got {type(entries).__name__}", path)
     layers = []
-    for layer in listed:
+    for layer in entries:
         if not isinstance(layer, Mapping):
             raise FormatError(f"a layer must be an object, got {type(layer).__name__}", path)
         media, digest, nbytes, title = (layer.get(key) for key in ("mediaType", "digest", "size", "name"))
