@@ -17,6 +17,7 @@ from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
 from ..core.files import Location, read_json
 from ..core.forking import cached_property
+from ..core.names import grouped
 from ..core.opening import open_paths
 from ..core.source import Source
 from ..core.text import error_about, show, warning
@@ -420,12 +421,13 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
 
 def modules_by_tensor(adapter: Adapter, find: Callable[[str], Any]) -> dict[str, list[str]]:
     """Return the modules of an adapter by the stored tensor that they change; ``find`` takes names of the model."""
-    modules: dict[str, list[str]] = {}
-    for module, parts in adapter.modules.items():
-        name = module if VALUE in parts else f"{module}.weight"
+
+    def tensor_of(module: str) -> str:
+        name = module if VALUE in adapter.modules[module] else f"{module}.weight"
         place = find(name)
-        modules.setdefault(place if isinstance(place, str) else name, []).append(module)
-    return modules
+        return place if isinstance(place, str) else name
+
+    return grouped(adapter.modules, tensor_of)
 
 
 def _changed_alone(adapter: Adapter, own: Mapping[str, Sequence[str]], pair: tuple[str, str]) -> str | None:
@@ -720,10 +722,7 @@ def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[s
         place, _, last = target.rpartition(".")
         targets.setdefault(place, []).append(last)
     depth = max(place.count(".") for place in targets) + 1
-    wrapped: dict[str, list[str]] = {}
-    for module, parts in adapter.modules.items():
-        if A in parts:
-            wrapped.setdefault(outermost(module), []).append(module)
+    wrapped = grouped((module for module, parts in adapter.modules.items() if A in parts), outermost)
     parameters: dict[str, str] = {}
     for outer, modules in wrapped.items():
         last_parts = outer.rsplit(".", depth)[-depth:]

@@ -620,10 +620,10 @@ def lines(
     yield "", ""
     yield from _table(("dtype", "tensors", "elements", "size"), sums, 1, columns)
     yield "", ""
-    listed = rows_of(infos, alone=alone, sort=None if tree else sort)
+    every = rows_of(infos, alone=alone, sort=None if tree else sort)
     if tree:
-        listed = list(_walk([(parts_of(row.name, _LEVELS), row) for row in listed], sort, depth, 0))
-    first = listed[:rows]
+        every = list(_walk([(parts_of(row.name, _LEVELS), row) for row in every], sort, depth, 0))
+    first = every[:rows]
     with paused(len(first)):
         header = ("module", "dtype", "shape", "parameters", "size") if tree else ("tensor", "dtype", "shape", "size")
         cells = [
@@ -632,8 +632,8 @@ def lines(
         ]
         table_lines = _table(header, cells, 3, columns)
     yield from table_lines
-    if len(first) < len(listed):
-        hidden = len(listed) - len(first) if tree else len(infos) - sum(row.number for row in first)
+    if len(first) < len(every):
+        hidden = len(every) - len(first) if tree else len(infos) - sum(row.number for row in first)
         yield rest(hidden, "row" if tree else "tensor"), ""
 
 
