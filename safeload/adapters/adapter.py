@@ -745,10 +745,7 @@ def outermost(module: str) -> str:
 def _matched(
     adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: Base, unclear: dict[str, str]
 ) -> dict[str, str]:
-    """Match the changes of one module with its parameters.
-
-    PEFT stores no names of parameters. It nests the changes in the order in which the layer created its parameters.
-    """
+    """Match the changes of a module, nested in the order in which its layer created them, with its parameters."""
     absent = next((name for name in names if not base.find(name)), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)
@@ -782,11 +779,8 @@ def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
 def _guesses(
     adapter: Adapter, turned: Mapping[str, bool | None], parameters: Mapping[str, str], model_type: str | None
 ) -> dict[str, bool | None]:
-    """Return whether square weights are stored as [in, out], from the orders of others; None if that is ambiguous.
-
-    All parameters of a module have one order, because PEFT asks the module, and its default order has changed. Of
-    layers PEFT asks each, and stores the ``fan_in_fan_out`` of the last one.
-    """
+    """Return whether square weights are stored as [in, out], from the orders of others; None if that is ambiguous."""
+    # PEFT asks a module for the order of all its parameters, and each layer for its own; it stores that of the last.
     experts: dict[str, set[bool]] = {}  # orders by outermost module
     layers: dict[str, set[bool]] = {}  # by the last part of the module's name
     for module, order in turned.items():

@@ -112,11 +112,7 @@ class Change(NamedTuple):
 
 
 class Merge:
-    """Adapters fitted to a base.
-
-    With ``fits``, one for each adapter, the base may be a part of the base that they were found for; without, each
-    module of an adapter needs a tensor. Without ``problems`` the first misfit is raised.
-    """
+    """Adapters fitted to a base, or with ``fits`` to a part of it, which may lack tensors of their modules."""
 
     def __init__(
         self,
@@ -125,7 +121,7 @@ class Merge:
         heads: Heads,
         *,
         fits: Sequence[Fit] | None = None,
-        problems: list[SafeloadError] | None = None,
+        problems: list[SafeloadError] | None = None,  # gets all misfits; None raises the first
     ) -> None:
         self.base, self.adapters, self.heads = base, adapters, heads
         self._problems = [] if problems is None else problems
@@ -516,17 +512,13 @@ def _merge_in_core(
 def _factors(
     adapter: Adapter, name_a: str, name_b: str, dtype: str, *, count: int, by_columns: bool
 ) -> tuple[Array, Array]:
-    """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns].
-
-    PEFT stores the rows of A matrix by matrix, and the columns of B rank by rank; MLX stores stacks, and transposes a
-    single matrix.
-    """
+    """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns]."""
     arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
     a, b = arrays[name_a], arrays[name_b]
-    if not adapter.mlx:
+    if not adapter.mlx:  # rows of A matrix by matrix, columns of B rank by rank
         rank, columns = len(a) // count, math.prod(a.shape[1:])
         a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
-    elif a.ndim == 2:
+    elif a.ndim == 2:  # no stack
         a, b = a.T[None], b.T[None]
     left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)

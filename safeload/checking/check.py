@@ -611,10 +611,7 @@ def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | Non
 def _check_packed(
     name: str, packed: packing.Packed, names: Mapping[str, str], parts: Mapping[str, Array]
 ) -> Iterator[Finding]:
-    """Find bad scales: not finite, or negative in a family without negative scales; and zero points of 0.
-
-    For a zero point of 0, AutoGPTQ stores -1, with an overflow into the rest of the word.
-    """
+    """Find scales that are not finite or have a wrong sign, and zero points of 0, which AutoGPTQ stores as -1."""
     for role in _SCALE_ROLES:
         array = parts.get(role)
         if array is None or array.size == 0:

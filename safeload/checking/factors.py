@@ -36,10 +36,7 @@ class Factors(NamedTuple):
 
 
 def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors | None:
-    """Return the factors that make a tensor of the source, a matrix or a row, that of the result; None if none do.
-
-    ``explains`` returns True if a format explains the difference of a matrix and the result.
-    """
+    """Return factors that make a matrix of the source the result, as far as a format ``explains``; None without any."""
     rows: Array = np.ones(len(a), np.float32)
     columns: Array = np.ones(a.shape[1], np.float32)
     with np.errstate(all="ignore"):
@@ -106,10 +103,7 @@ def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mappin
 
 
 def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: bool = False) -> bool:
-    """Return True if the columns of a matrix are divided by these factors.
-
-    If a matrix has factors of rows and columns, a number ``in_all`` of the one can belong to the other.
-    """
+    """Return True if the columns of a matrix are divided by these factors, up to a number that its rows can have."""
     own = found.get(name)
     if own is None or len(own.columns) != len(factors):
         return False

@@ -183,10 +183,7 @@ def refusal(problem: SafeloadError | OSError) -> Finding:
 def check_shards(
     path: str, files: Files, opening: Mapping[str, Any], cause: SafeloadError | OSError
 ) -> tuple[list[Finding], list[Location], Mapping[str, Any] | None]:
-    """Find the bad shards of a path that does not open; its own error is the finding if all are good.
-
-    Return findings, the last of which lists the files to fetch again; the good shards; and the config.
-    """
+    """Return findings on a path that does not open, the files to fetch again last; its good shards; and the config."""
     refused = [refusal(cause)]
     bad: dict[str, Finding] = {}  # by name; the index comes first
     try:
@@ -223,7 +220,7 @@ def check_shards(
             if files.is_folder(files.join(expected.folder, RESUME)):
                 advice = "this is an unfinished conversion: repeat it with resume=True"
         findings.append(find("index.fetch", problem=message, advice=advice))
-    return (findings, good, config) if findings else (refused, [], None)
+    return (findings, good, config) if findings else (refused, [], None)  # all shards are good
 
 
 def _check_shard(name: str, expected: ExpectedShards, request: OpenRequest) -> tuple[Finding | None, int | None]:

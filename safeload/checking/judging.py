@@ -136,17 +136,13 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
 
 
 def _has_lone_block(norms: Array, residuals: Array) -> bool:
-    """Return True if a block differs far more than other blocks of its row and its columns.
-
-    Calibrated writers spread their errors over a row; AWQ multiplies columns, so blocks with a large factor differ in
-    every row. Given squares of the norm of each block and of its difference.
-    """
+    """Return True if a block differs far more than the rest, given squares of norms of blocks and differences."""
     if norms.shape[1] < 3 or not len(norms):
         return False
     floor = np.median(norms, axis=1, keepdims=True) * _SMALL_BLOCK
     shares = residuals / np.maximum(np.maximum(norms, floor), np.finfo(np.float64).tiny)
-    usual = np.median(shares, axis=1, keepdims=True)
-    if len(norms) > 2:
+    usual = np.median(shares, axis=1, keepdims=True)  # calibrated writers spread their errors over a row
+    if len(norms) > 2:  # AWQ multiplies columns, so blocks with a large factor differ in every row
         usual = np.maximum(usual, np.median(shares, axis=0, keepdims=True))
     return bool(((shares / _LONE**2 > usual) & (shares > _FAR**2)).any())
 

@@ -90,10 +90,7 @@ def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
 
 
 def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int, int]:
-    """Return the cause of each damage, and the number of calibrated tensors and of tensors with factors.
-
-    Each tensor is read once, and again if a tensor of its layer has factors.
-    """
+    """Return the cause of each damage, and the numbers of calibrated tensors and of tensors with factors."""
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}

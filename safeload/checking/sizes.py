@@ -25,11 +25,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Sizes(NamedTuple):
-    """Bytes of all arrays of a loaded checkpoint. Loading takes up to 256 MiB more.
-
-    A dtype or scheme is missing if the checkpoint cannot be loaded as such, because it holds codes that cannot be
-    dequantized or blocks of a type without a kernel.
-    """
+    """Bytes of all arrays of a loaded checkpoint (loading takes up to 256 MiB more), as far as it can be loaded so."""
 
     stored: int  # bytes of the stored tensors, as `safeload.load` loads them without ``dtype``
     dtypes: Mapping[str, int]  # bytes that `safeload.load` needs with this ``dtype``: "float32", "float16", "bfloat16"

@@ -431,10 +431,7 @@ _OTHER_TYPES = ("adapter", "imatrix", "vocab")
 def check_gguf(
     metadata: Mapping[Any, Any], tensors: Descriptions
 ) -> tuple[list[Finding], Choice | None, Mapping[str, Any] | None]:
-    """Check the metadata and the vectors of a GGUF file.
-
-    Return findings, the schema and the integers of the metadata under its names; None if tensors cannot be compared.
-    """
+    """Return findings on a GGUF file, and its schema with the integers of the metadata, if tensors can be compared."""
     architecture = metadata.get(ARCHITECTURE)
     if not tensors:
         return [], None, None

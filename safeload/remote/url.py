@@ -262,10 +262,7 @@ def split(url: str, literal: bool = False) -> tuple[str, str]:
 
 
 def join(folder: str, name: str, literal: bool = False) -> str:
-    """Return the URL of a bare name in a folder. Marks in the name are data, and are escaped for http, https and file.
-
-    A query is kept, because it may be valid for a whole folder, like Azure's signatures.
-    """
+    """Return the URL of a bare name in a folder: marks in it are escaped for http, https and file, and a query is kept."""
     before, link, after = _naming(folder)
     if not literal and _is_escaped(link, folder):
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
