@@ -745,7 +745,7 @@ def outermost(module: str) -> str:
 def _matched(
     adapter: Adapter, modules: Sequence[str], names: Sequence[str], base: Base, unclear: dict[str, str]
 ) -> dict[str, str]:
-    """Match the changes of a module, nested in the order in which its layer created them, with its parameters."""
+    """Match nested changes of a module with its parameters, in the order in which its layer created these."""
     absent = next((name for name in names if not base.find(name)), None)
     if absent is not None:
         return dict.fromkeys(modules, absent)

@@ -50,7 +50,7 @@ BYTES = 1 << 20
 # Numbers per block: handing a block to a thread takes as long as comparing 100,000 numbers.
 NUMBERS = 1 << 19
 
-_FEW_RANGES = 8  # joining so many takes longer than reading them separately
+_FEW_RANGES = 8  # joining so many takes longer than separate reads
 
 _DIFFERENCE = struct_dtype("sl_difference")
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
@@ -485,7 +485,7 @@ def compare(
         sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
         pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-        rows = {name: TensorDiff._make((most, at and tuple(at), *rest)) for name, (most, at, *rest) in rows.items()}
+        rows = {name: TensorDiff._make((peak, at and tuple(at), *rest)) for name, (peak, at, *rest) in rows.items()}
     report.common_rows = {name: rows[name] for name in report.shapes if name in rows}
     report.tensors = {name: rows[name] for name in shapes if name not in report.shapes}
     if forms.form or forms.tied:
@@ -698,7 +698,7 @@ class _Buffers(local):
         self.memory = aligned_bytes(size), aligned_bytes(size)
 
     def read(self, side: int, spans: Spans) -> Array:
-        """Read ranges into consecutive bytes; the next block of this side can overwrite them."""
+        """Read ranges into consecutive bytes, which the next block of this side can overwrite."""
         spans = spans.joined() if len(spans.sizes) > _FEW_RANGES else spans
         files, file, begins, sizes, sources, targets = spans
         if len(sizes) == 1 and files[int(file[0])] is None and sources[0] == targets[0]:

@@ -137,7 +137,7 @@ def local_models(folders: PathLike | Iterable[PathLike] = ()) -> LocalModels:
 
 
 def tree_of(folder: str) -> LocalModels:
-    """Return the models in a folder and its subfolders, for commands that examine each of them."""
+    """Return the models in a folder and its subfolders, for commands that examine each model."""
     failures: list[OSError] = []
     return LocalModels([*_of_folder(folder, FOLDER, failures)], failures)
 

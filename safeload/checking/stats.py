@@ -30,7 +30,7 @@ from ..errors import UnsupportedError, exported, public
 
 _RECORD = jobs.struct_dtype("sl_stats")
 _F32 = dtypes.BY_CODE["F32"]
-# Additional fields for integers, and the dtypes that have them.
+# Additional fields for integers, and the dtypes with these fields.
 _WHOLE = ("least", "most", "sum_low", "sum_high")
 _WHOLE_NUMBERS = [row.number for row in dtypes.TABLE if row.kind in (lib.SL_KIND_INT, lib.SL_KIND_BOOL)]
 _U64 = dtypes.BY_CODE["U64"].number

@@ -87,7 +87,7 @@ class Quantized(NamedTuple):
     label: str = ""  # how they were recognized, for messages
     names: frozenset[str] = frozenset()  # codes, scales, zero points and similar tensors; empty without any
     modules: frozenset[str] = frozenset()  # modules with quantized weights
-    configured: bool = False  # True if the config declares them
+    configured: bool = False  # True if the config declares quantization
 
     def unwrapped(self) -> Quantized:
         """Return the weights under names without wrappers."""

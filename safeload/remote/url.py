@@ -262,7 +262,7 @@ def split(url: str, literal: bool = False) -> tuple[str, str]:
 
 
 def join(folder: str, name: str, literal: bool = False) -> str:
-    """Return the URL of a bare name in a folder: marks in it are escaped for http, https and file, and a query is kept."""
+    """Return the URL of a bare name in a folder; http, https and file escape marks in it, and a query is kept."""
     before, link, after = _naming(folder)
     if not literal and _is_escaped(link, folder):
         path = f"{link.path.rstrip('/')}/{_quoted(name, '')}"
