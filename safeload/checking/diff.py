@@ -491,7 +491,7 @@ def compare(
     if forms.form or forms.tied:
         fates = {**dict.fromkeys(shapes, "compared"), **dict.fromkeys(report.shapes, "other shape")}
         fates |= dict.fromkeys((*report.only_a, *report.only_b), "only here")
-        report.accounts = forms.accounts((catalog_a, catalog_b), fates)
+        report.accounts = forms.account(0, catalog_a, fates), forms.account(1, catalog_b, fates)
     changed = {layer_of(name) for name, row in report.tensors.items() if row.unequal}
     equal = [name for name, row in report.tensors.items() if not row.unequal and layer_of(name) in changed]
     if equal:

@@ -8,19 +8,18 @@ ones, unless several published tensors become one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeAlias
 
 from ..conversion.arranging import like
-from ..conversion.catalog import Catalog, RestructuredCatalog, TensorDescription
+from ..conversion.catalog import Catalog, RestructuredCatalog
 from ..conversion.forms import laid_out
 from ..conversion.llama_cpp.gguf_models import form_between
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
 from ..conversion.recipes import Move, TensorRecipe, TensorView
 from ..conversion.rules import is_of_mlx, schema_of, tied_heads
 from ..core import dtypes
-from ..core.packing import Packed
 from ..models.family import gguf_form_of, without_numbers
 from ..models.module_names import stored_names
 from ..models.renamed import Joined, ModelNames, Place, Stacked, Turned, Unmapped, has_rules
@@ -41,42 +40,7 @@ class Forms(NamedTuple):
     left_out: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})  # of each side: the reason by stored name
     tied: Mapping[str, str] = {}  # heads that a side lacks, with the embedding in their place
 
-    def about(self, side: int, name: str) -> TensorDescription:
-        """Describe a tensor as it is stored, also if it was brought into another form."""
-        catalog, stored = self._stored(side, name)
-        return catalog.about(stored[0])
-
-    def packed(self, side: int, name: str) -> Packed | None:
-        """Return a packed tensor as it is stored."""
-        catalog, stored = self._stored(side, name)
-        return catalog.packed(stored[0])
-
-    def accounts(self, of: tuple[Catalog, Catalog], fates: Mapping[str, str]) -> Accounts:
-        """Count the stored tensors of each side by fate, given the fate of each tensor that was brought into form."""
-        return tuple(Counter(self._fates(side, of[side], fates)) for side in (0, 1))  # type: ignore[return-value]
-
-    def _fates(self, side: int, stored: Catalog, fates: Mapping[str, str]) -> Iterator[str]:
-        names: dict[str, list[str]] = {}
-        for name in self.catalogs[side]:
-            for source in self._stored(side, name)[1]:
-                names.setdefault(self.tied.get(source, source), []).append(name)
-        for name in stored:
-            own = {fates[each] for each in names.get(name, ()) if each in fates}
-            yield "left out" if name in self.left_out[side] else min(own, default="not selected")
-
-    def quantized(self, name: str) -> bool:
-        """True if a side has codes."""
-        return any(self.about(side, name).quantized for side in (0, 1))
-
-    def computed(self, side: int, name: str) -> bool:
-        """True if values were computed for the common form, and so are not rounded as the tensor is stored."""
-        catalog = self.catalogs[side]
-        if not isinstance(catalog, RestructuredCatalog):
-            return catalog.made(name) is not None
-        sources = catalog.sources_of(name)
-        return catalog.recipes[name].computes or any(catalog.base.made(source) is not None for source in sources)
-
-    def _stored(self, side: int, name: str) -> tuple[Catalog, list[str]]:
+    def stored(self, side: int, name: str) -> tuple[Catalog, list[str]]:
         """Return the stored tensors that a tensor is made of, or the tensor itself if it is made of the config."""
         catalog, names = self.catalogs[side], [name]
         while isinstance(catalog, RestructuredCatalog):
@@ -85,6 +49,32 @@ class Forms(NamedTuple):
                 break
             catalog, names = catalog.base, sources
         return catalog, names
+
+    def account(self, side: int, stored: Catalog, fates: Mapping[str, str]) -> Mapping[str, int]:
+        """Count the stored tensors of a side by fate, given the fate of each tensor that was brought into form."""
+        names: dict[str, list[str]] = {}
+        for name in self.catalogs[side]:
+            for source in self.stored(side, name)[1]:
+                names.setdefault(self.tied.get(source, source), []).append(name)
+
+        def fate_of(name: str) -> str:
+            own = {fates[each] for each in names.get(name, ()) if each in fates}
+            return "left out" if name in self.left_out[side] else min(own, default="not selected")
+
+        return Counter(map(fate_of, stored))
+
+    def quantized(self, name: str) -> bool:
+        """True if a side has codes."""
+        places = (self.stored(side, name) for side in (0, 1))
+        return any(catalog.about(names[0]).quantized for catalog, names in places)
+
+    def computed(self, side: int, name: str) -> bool:
+        """True if values were computed for the common form, and so are not rounded as the tensor is stored."""
+        catalog = self.catalogs[side]
+        if not isinstance(catalog, RestructuredCatalog):
+            return catalog.made(name) is not None
+        sources = catalog.sources_of(name)
+        return catalog.recipes[name].computes or any(catalog.base.made(source) is not None for source in sources)
 
 
 def common_form(a: Catalog, b: Catalog) -> Forms:

@@ -164,7 +164,8 @@ def _bound(rule: _Format, values: Array, ends: tuple[float, float] | None) -> Ar
 
 def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
     """Return the label of a tensor's format, and its error."""
-    about, packed = forms.about(side, name), forms.packed(side, name)
+    catalog, (stored, *_) = forms.stored(side, name)
+    about, packed = catalog.about(stored), catalog.packed(stored)
     label = about.scheme or about.code
     if about.scheme is None and forms.computed(side, name):
         return label + _AS_COMPUTED, _Format(_F32.bits, 1, 0, 0, _ROUNDING.get(label, 0.0) + _COMPUTED)
