@@ -94,16 +94,13 @@ class Expected(NamedTuple):
     root: str = ""  # absolute path of the model's folder
     files: Mapping[str, ExpectedFile] | None = None  # by relative path, with slashes; None for a cache
     ignored: tuple[str, ...] = ()  # relative paths of files and folders that are left out
-    alone: str = ""  # absolute path of a model that is a single file
     skips_empty: bool = False  # empty files have no digest: the signature lists ranges
     tensors: Any = None  # of a manifest, not checked yet
     origin: Any = None  # of the record of a conversion, not checked yet
 
     def name_of(self, path: str, files: Files) -> str | None:
         """Return the path relative to the root; None if it leads elsewhere."""
-        path = files.absolute(path)
-        is_alone = path == self.alone and _ALONE in (self.files or ())
-        return _ALONE if is_alone else name_below(self.root, path, files)
+        return name_below(self.root, files.absolute(path), files)
 
     def covers(self, path: str, files: Files) -> bool:
         """Return whether a file is listed, whether it exists or not."""
@@ -177,7 +174,7 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
     files: dict[str, ExpectedFile] = {}
     for name, entry in listed.items():
         check_name(name, path)
-        size, digest = map(_fields(entry).get, ("size", "sha256"))
+        size, digest = map(fields_of(entry).get, ("size", "sha256"))
         if type(size) is not int or not 0 <= size < _LARGEST:
             raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
         files[name] = (ExpectedRange(0, size, "sha256", _digest(digest, "sha256", name, path)),)
@@ -213,9 +210,9 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if kind == _V01:
         if not isinstance(subjects, list):
             raise refused("subject must be a list of files", path)
-        resources = [{**_fields(subject), "algorithm": "sha256", "digest": _sha256_of(subject)} for subject in subjects]
+        resources = [{**fields_of(item), "algorithm": "sha256", "digest": _sha256_of(item)} for item in subjects]
     elif kind == _V1:
-        fields = _fields(statement.get("predicate"))
+        fields = fields_of(statement.get("predicate"))
         settings, resources = fields.get("serialization"), fields.get("resources")
         if not isinstance(settings, Mapping) or not isinstance(resources, list):
             raise refused("the predicate must have serialization and resources", path)
@@ -240,20 +237,20 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
-def _fields(value: Any) -> Mapping[str, Any]:
+def fields_of(value: Any) -> Mapping[str, Any]:
     """Return an object of JSON; an empty object in place of anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _sha256_of(subject: Any) -> Any:
-    return _fields(_fields(subject).get("digest")).get("sha256")
+    return fields_of(fields_of(subject).get("digest")).get("sha256")
 
 
 def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
     """Return the ranges of each file, and refuse duplicates."""
     ranges: dict[str, list[ExpectedRange]] = {}
     for resource in resources:
-        fields = _fields(resource)
+        fields = fields_of(resource)
         name, begin, end, algorithm = fields.get("name"), 0, None, fields.get("algorithm")
         if sharded:
             shard = _SHARD.fullmatch(name) if isinstance(name, str) else None
@@ -293,7 +290,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
     except FormatError as error:
         raise refused(f"not a model signature: {error}", shown) from None
     signed = files_of_statement(statement, shown)
-    kinds = _fields(bundle.get("verificationMaterial"))
+    kinds = fields_of(bundle.get("verificationMaterial"))
     if signature.key is not None and "x509CertificateChain" in kinds:
         text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
         raise refused(text, shown)
@@ -429,8 +426,10 @@ def _expected(
             raise refused(f"{text}nor an OpenSSF model signature ({SIGNATURE_KEY!r}){fault}", source)
         signature = Signature(document)
     signed = signed_files(content, signature, source)
-    root = _root(path, files, folder, signed.files or {})
-    return signed._replace(root=root, alone="" if files.is_folder(path) else files.absolute(path))
+    listed = dict(signed.files or {})
+    if _ALONE in listed and not files.is_folder(path):
+        listed[files.split(path)[1]] = listed.pop(_ALONE)
+    return signed._replace(root=_root(path, files, folder, listed), files=listed)
 
 
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
@@ -480,10 +479,10 @@ def origin_of(path: str) -> Mapping[str, Any] | None:
     place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
     with suppress(SafeloadError, OSError):
         if "://" not in path and os.path.isfile(place):
-            record = _fields(read_json(place, "the record of origin").get(ORIGIN_KEY))
+            record = fields_of(read_json(place, "the record of origin").get(ORIGIN_KEY))
             sources = record.get("sources")
             if isinstance(sources, list) and all(isinstance(source, dict) for source in sources):
-                return {**record, "options": _fields(record.get("options"))}
+                return {**record, "options": fields_of(record.get("options"))}
     return None
 
 

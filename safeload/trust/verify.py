@@ -137,16 +137,15 @@ class VerifyReport(Report):
         return f"{' and '.join(counts)} {matches} {source}; {printable(self.proof)}"
 
     def lines(self, columns: int | None = 80) -> list[str]:
-        rows = [
-            (printable(row["name"]), row["status"], size(row["nbytes"]) if row["nbytes"] else "", row["reason"])
-            for row in self.rows()
-            if row["status"] != "ok"
+        faults = [
+            (printable(name), status, size(nbytes) if nbytes else "", printable(reason))
+            for name, _, status, nbytes, reason in self._values()
+            if status != "ok"
         ]
-        if not rows:
+        if not faults:
             return [self.verdict]
-        cells = [(*row[:3], printable(row[3])) for row in rows[:_ROWS]]
-        lines = table(_HEAD, cells, right=frozenset((2,)), columns=columns)
-        return [*lines, *more(len(rows), _ROWS), "", self.verdict]
+        lines = table(_HEAD, faults[:_ROWS], right=frozenset((2,)), columns=columns)
+        return [*lines, *more(len(faults), _ROWS), "", self.verdict]
 
 
 @public
@@ -212,8 +211,7 @@ def verify(
         raise os_error(2, text)
 
     def made_of(model: Any, names: Collection[str] = ()) -> Mapping[str, Any]:  # of all if none of these files is open
-        opened = open_checkpoint(model, storage_options=storage_options, unknown_globals="inert")
-        with opened as checkpoint:
+        with open_checkpoint(model, storage_options=storage_options, unknown_globals="inert") as checkpoint:
             if names and not any(file.place in names for file in checkpoint.weight_files):
                 return {}
             how: Any = {"executor": executor, "threads": threads, "progress": progress}
@@ -258,53 +256,55 @@ def _compared(
         expected = digests.expected_of(text, files, against or True, storage_options, tensors=True)
         if expected.tensors is not None:
             theirs = partial(manifest.checked, expected.tensors, expected.source)
-    if tensors and theirs is None:
+    if theirs is None and tensors:
         raise digests.refused(f"{expected.source} has no digests of tensors: pass a manifest or a model", text)
-    alone = theirs is not None and (tensors or in_ollama or not expected.files)
+    if theirs is not None and (tensors or in_ollama or not expected.files):
+        compared = manifest.compare(theirs(), made_of(path), expected.source)
+        return VerifyReport(files.shown(text), expected.source, expected.proof, (), compared)
     if in_ollama:
         layers = sorted({layer.path for layer in ollama.find(text).layers})
-        files, places = LOCAL, [(os.path.basename(layer), layer) for layer in layers]
+        files, places = LOCAL, {os.path.basename(layer): layer for layer in layers}
     else:
-        listed = [] if alone else list(_places(text, expected, files))
         # Settings and shards beside a weight file are no part of another one, nor of the result of a conversion.
         partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
-        places = [place for place in listed if not partial_list or expected.covers(place[1], files)]
-    sizes = {} if alone else {place: _size(place, files) for _, place in places}
-    total = sum(sizes.values())
-    meter = Meter(progress, total)
-
-    ordered = [] if alone else sorted(places, key=lambda item: -sizes[item[1]])
-    checks += each(partial(_checked, expected, files, meter), ordered, max(1, thread_count(total, threads)))
-    changed = {check.file for check in checks if check.status == "changed"}
-    of_tensors: list[TensorCheck] = []
-    if alone:
-        of_tensors = manifest.compare(theirs(), made_of(path), expected.source)
-    elif changed and theirs is not None:
+        listed = _places(text, expected, files)
+        places = {name: place for name, place in listed if not partial_list or expected.covers(place, files)}
+    own = _checks(expected, places, files, threads, progress)
+    compared = []
+    changed = {files.absolute(places[check.file]) for check in own if check.status == "changed"}
+    if changed and theirs is not None:
         with suppress(SafeloadError, OSError):  # the file itself is reported
-            now = made_of(path, {files.absolute(place) for name, place in places if name in changed})
+            now = made_of(path, changed)
             known = theirs() if now else {}
             if not files.is_folder(text):  # a part of the model
                 known, now = ({name: side[name] for name in known if name in now} for side in (known, now))
-            of_tensors = manifest.compare(known, now, expected.source)
-    moved = {(expected.files or {}).get(check.file): check.file for check in checks if check.status == "missing"}
-    if moved:
-        checks = [_renamed(check, dict(places)[check.file], moved, files) for check in checks]
-    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks), of_tensors)
+            compared = manifest.compare(known, now, expected.source)
+    missing = {(expected.files or {}).get(check.file): check.file for check in own if check.status == "missing"}
+    checks += (_renamed(check, places[check.file], missing, files) for check in own)
+    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks), compared)
 
 
-def _renamed(check: FileCheck, place: str, moved: Mapping[digests.ExpectedFile | None, str], files: Files) -> FileCheck:
+def _checks(
+    expected: digests.Expected, places: Mapping[str, str], files: Files, threads: int | None, progress: Progress = None
+) -> list[FileCheck]:
+    """Compare files by name, the largest first."""
+    sizes = {name: _size(place, files) for name, place in places.items()}
+    total = sum(sizes.values())
+    check = partial(_checked, expected, files, Meter(progress, total))
+    ordered = sorted(places.items(), key=lambda item: -sizes[item[0]])
+    return each(check, ordered, thread_count(total, threads))
+
+
+def _renamed(
+    check: FileCheck, place: str, missing: Mapping[digests.ExpectedFile | None, str], files: Files
+) -> FileCheck:
     """Say of an unlisted file which missing file has its content."""
-    if (
-        check.status != "not covered"
-        or files.remote
-        or check.nbytes not in {content[-1].end for content in moved if content}
-    ):
-        return check
-    entry = origin.entry_of(Location(LOCAL, place))
-    content = (digests.ExpectedRange(0, entry["size"], "sha256", entry["sha256"]),)
-    return (
-        check._replace(reason=f"{check.reason}; its content is that of {moved[content]}") if content in moved else check
-    )
+    if check.status == "not covered" and not files.remote and check.nbytes in {c[-1].end for c in missing if c}:
+        entry = origin.entry_of(Location(LOCAL, place))
+        content = (digests.ExpectedRange(0, entry["size"], "sha256", entry["sha256"]),)
+        if content in missing:
+            return check._replace(reason=f"{check.reason}; its content is that of {missing[content]}")
+    return check
 
 
 def _is_beside(record: str, model: Any) -> bool:
@@ -316,22 +316,20 @@ def _is_beside(record: str, model: Any) -> bool:
 def _source_checks(expected: digests.Expected, source: Any, threads: int | None) -> list[FileCheck]:
     """Compare a model with the source of the same files in a record of origin."""
     (text,), files = places_of((source,))
-    if files.remote or not os.path.lexists(text):
-        raise os_error(2, text) if not files.remote else digests.refused("pass a source on this machine", text)
+    if files.remote:
+        raise digests.refused("pass a source on this machine", text)
+    if not os.path.lexists(text):
+        raise os_error(2, text)
     folder, name = (text, None) if os.path.isdir(text) else os.path.split(text)
-    sources = expected.origin.get("sources") if isinstance(expected.origin, Mapping) else None
-    for fields in sources if isinstance(sources, list) else ():
-        entries = fields.get("files") if isinstance(fields, Mapping) else None
-        entries = entries if isinstance(entries, Mapping) else {}
-        hashed = {key: entry for key, entry in entries.items() if isinstance(entry, Mapping) and "sha256" in entry}
+    sources = digests.fields_of(expected.origin).get("sources")
+    for recorded in sources if isinstance(sources, list) else ():
+        entries = digests.fields_of(digests.fields_of(recorded).get("files")).items()
+        hashed = {key: entry for key, entry in entries if name in (None, key) and "sha256" in digests.fields_of(entry)}
         listed = digests.files_of_manifest({"files": hashed}, expected.source)
-        listed = listed if name is None else {key: listed[key] for key in listed if key == name}
-        if not any(os.path.lexists(os.path.join(folder, key)) for key in listed):
-            continue
-        own = digests.Expected(expected.source, root=LOCAL.absolute(folder or os.curdir), files=listed)
-        places = [(key, os.path.join(folder, key)) for key in listed]
-        checks = each(partial(_checked, own, files, Meter(None, 0)), places, max(1, thread_count(1 << 40, threads)))
-        return [check._replace(file=os.path.join(folder, check.file)) for check in checks]
+        places = {path: path for path in (os.path.join(folder, key) for key in listed)}
+        if any(map(os.path.lexists, places)):
+            root = LOCAL.absolute(folder or os.curdir)
+            return _checks(digests.Expected(expected.source, root=root, files=listed), places, LOCAL, threads)
     raise digests.refused(f"{expected.source} records no source with these files", text)
 
 
@@ -355,12 +353,10 @@ def _files_of_model(
     if not (place.remote or ollama.is_name(text)):
         if not os.path.lexists(text):
             raise os_error(2, text)
-        alone = _is_alone(text, place) and _is_alone(path, files)
-        listed = (
-            {files.split(path)[1]: origin.entry_of(Location(LOCAL, text))}
-            if alone
-            else digests_of(text, thread_count(1 << 40, threads))
-        )
+        if _is_alone(text, place) and _is_alone(path, files):
+            listed = {files.split(path)[1]: origin.entry_of(Location(LOCAL, text))}
+        else:
+            listed = digests_of(text, threads)
     root = files.absolute(path) if files.is_folder(path) else files.split(files.absolute(path))[0]
     expected = digests.files_of_manifest({"files": listed}, text)
     return digests.Expected(place.shown(text), _MODEL_PROOF, root, expected, digests.GIT_PATHS)
@@ -398,7 +394,7 @@ def _written(
         if not local:
             raise
         warning("%s lists files, but no tensors: %s", target, one_line(error))
-    listed = digests_of(text, thread_count(1 << 40, threads), target) if local else {}
+    listed = digests_of(text, threads, target) if local else {}
     if local:
         document["files"] = listed
     output.write(json.dumps(document, indent=1) + "\n", [text])
@@ -407,13 +403,13 @@ def _written(
     return VerifyReport(files.shown(text), target, digests.MANIFEST_PROOF, checks, tensors)
 
 
-def digests_of(path: str, threads: int, document: str = "") -> dict[str, dict[str, Any]]:
+def digests_of(path: str, threads: int | None, document: str = "") -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of the files of a local model by name, for a manifest at ``document``."""
     nothing = digests.Expected(document, root=LOCAL.absolute(path), files={}, ignored=digests.GIT_PATHS)
     places = sorted(_places(path, nothing, LOCAL, settings=True))
     if not os.path.isdir(path):
         places = [(name, place) for name, place in places if os.path.isfile(place) and not _is_same(place, document)]
-    entries = each(lambda item: origin.entry_of(Location(LOCAL, item[1])), places, max(1, threads))
+    entries = each(lambda item: origin.entry_of(Location(LOCAL, item[1])), places, thread_count(1 << 40, threads))
     return {name: digest for (name, _), digest in zip(places, entries, strict=True)}
 
 

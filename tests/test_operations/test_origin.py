@@ -93,6 +93,13 @@ def test_a_changed_source_is_named(model, tmp_path, capsys):
     assert "records no source with these files" in capsys.readouterr().err
 
 
+def test_a_missing_file_of_the_result_is_named_beside_its_source(model, tmp_path):
+    safeload.convert(model, tmp_path / "out", dtype="float16", record=True)
+    (tmp_path / "out" / "config.json").unlink()
+    faults = safeload.verify(tmp_path / "out", model).faults
+    assert [(check.file, check.status) for check in faults] == [("config.json", "missing")]
+
+
 def test_paths_and_secrets_stay_out(tmp_path):
     save_file({"w": X}, tmp_path / "w.safetensors")
     with Server(tmp_path) as server:

@@ -233,7 +233,7 @@ class Range(NamedTuple):
 
 def test_names_are_relative_to_the_root(tmp_path):
     files = {"a": (), "d/b": ()}
-    listed = digests.Expected("list", "none", str(tmp_path), files, ("ig",), "")
+    listed = digests.Expected("list", "none", str(tmp_path), files, ("ig",))
     assert listed.name_of(str(tmp_path / "d" / "b"), LOCAL) == "d/b"
     assert listed.name_of(str(tmp_path / "d" / ".." / "a"), LOCAL) in ("a", "d/../a")
     assert listed.name_of(str(tmp_path.parent / "a"), LOCAL) is None
