@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ..core.text import printable, similar
-from .common import FAILURES, STANDARD, complain, log_to_stderr, plain, status_of, storage_options
+from . import common
+from .common import FAILURES, STANDARD
 from .parsers import COMMANDS, command_parser, top_parser
 
 # Commands for words that people try.
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
-    codecs.register_error("safeload", plain)
+    codecs.register_error("safeload", common.plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # the terminal may be unable to encode a name
             stream.reconfigure(errors="safeload")
@@ -137,12 +138,15 @@ def _main(arguments: Sequence[str] | None, stack: ExitStack) -> int:
 
 def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     try:
-        with log_to_stderr(verbose=getattr(options, "verbose", False)), ExitStack() as stack:
+        with common.log_to_stderr(verbose=getattr(options, "verbose", False)), ExitStack() as stack:
             if getattr(options, "cache", None) == "drop":
                 from ..core.files import caching  # only here: help and version need no NumPy
 
                 stack.enter_context(caching("drop"))
-            options.storage_options = storage_options(options)
+            options.storage_options = common.storage_options(options)
+            if "paths" in options:
+                options.paths = common.expanded(options.paths)
+                common.check_once(options.paths)
             status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -154,6 +158,6 @@ def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
             return _INTERRUPTED
         if not isinstance(error, FAILURES):
             raise  # a defect of safeload
-        complain(error)
-        status = status_of(error, options)
+        common.complain(error)
+        status = common.status_of(error, options)
     return status

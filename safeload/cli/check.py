@@ -39,7 +39,6 @@ from .parsers import (
 
 if TYPE_CHECKING:
     from ..checking.findings import CheckReport
-    from ..conversion.executors import Executor
 
 # Options of the commands that read all values.
 _READING = (*OPENING, THREADS, CACHE, DASK)
@@ -104,44 +103,41 @@ def check(options: argparse.Namespace) -> int:
     from ..checking.check import settings, validate_path
     from ..checking.findings import HARMLESS_WARNINGS
     from ..checking.info import misfits_of
-    from ..checking.proof import findings_of
 
     common.refuse_several(options, "parameters", "source")
-    if options.adapter is not None and options.source is None:
+    if options.adapters is not None and options.source is None:
         raise ValueError("--adapter needs --source: the model into which the adapter was merged")
     limits = common.given(options, "parameters scale absmax")
     if options.range is not None:
         limits["low"], limits["high"] = options.range
     schema = None if options.schema == "none" else options.schema
     repeated = options.source is not None or options.base is not None
-    with common.cluster(options.dask) as executor:
 
-        def examine(path: str) -> common.Outcome:
-            reading = common.read_again(path) if repeated else nullcontext(common.source(path))
-            with reading as place:
-                with common.bar("check") as progress:
-                    same = common.given(options, "config only drop threads")
-                    request = settings(
-                        schema=schema,
-                        limits=limits,
-                        values=not options.structure,
-                        executor=executor,
-                        progress=progress,
-                        **same,
-                    )
-                    report = validate_path(place, common.given(options, common.OPENED), request)
-                if options.source is not None:
-                    with common.bar("compare") as progress:
-                        same = common.given(options, "only drop storage_options threads")
-                        adapters = None if options.adapter is None else [*map(common.adapter, options.adapter)]
-                        report.add(findings_of(place, options.source, adapters=adapters, progress=progress, **same))
-                if options.base is not None:
-                    report.add(misfits_of(place, options.base, **common.given(options, "storage_options")))
-            refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
-            line = common.in_options("; ".join([report.verdict, *map(str, report.errors[:1])]))
-            return int(not report.ok or refused), line, report.to_dict, partial(_print_report, report)
+    def examine(path: str, executor: Any) -> common.Outcome:
+        reading = common.read_again(path) if repeated else nullcontext(common.source(path))
+        with reading as place:
+            with common.bar("check") as progress:
+                same = {"executor": executor, "progress": progress, **common.given(options, "config only drop threads")}
+                request = settings(schema=schema, limits=limits, values=not options.structure, **same)
+                report = validate_path(place, common.given(options, common.OPENED), request)
+            if options.source is not None:
+                add_losses(report, place, options)
+            if options.base is not None:
+                report.add(misfits_of(place, options.base, **common.given(options, "storage_options")))
+        refused = options.strict and any(finding.code not in HARMLESS_WARNINGS for finding in report.warnings)
+        line = common.in_options("; ".join([report.verdict, *map(str, report.errors[:1])]))
+        return int(not report.ok or refused), line, report.to_dict, partial(_print_report, report)
 
-        return common.for_each(options, examine)
+    return common.for_each(options, examine)
+
+
+def add_losses(report: CheckReport, path: Any, options: argparse.Namespace) -> None:
+    """Add what a conversion of ``options.source`` lost or changed."""
+    from ..checking.proof import findings_of
+
+    with common.bar("compare") as progress:
+        same = common.given(options, "only drop adapters storage_options threads")
+        report.add(findings_of(path, options.source, progress=progress, **same))
 
 
 def _print_report(report: CheckReport) -> None:
@@ -184,11 +180,10 @@ _STATS_ROWS = 100  # on a terminal
 )
 def stats(options: argparse.Namespace) -> int:
     """Print the statistics of ``options.paths``."""
-    with common.cluster(options.dask) as executor:
-        return common.for_each(options, partial(_statistics, options, executor))
+    return common.for_each(options, partial(_statistics, options))
 
 
-def _statistics(options: argparse.Namespace, executor: Executor | None, path: str) -> common.Outcome:
+def _statistics(options: argparse.Namespace, path: str, executor: Any) -> common.Outcome:
     from ..checking.stats import lines_of, stats
 
     with common.open_path(path, options) as opened, common.bar("stats") as progress:
@@ -335,7 +330,7 @@ def report(options: argparse.Namespace) -> int:
         os.makedirs(folder, exist_ok=True)
     written: set[str] = set()  # pages of this call
 
-    def examine(path: str) -> common.Outcome:
+    def examine(path: str, _: Any) -> common.Outcome:
         target = output_path if folder is None else _page(folder, path, written)
         output = Output("--output", target, "report", is_page, options.overwrite, [path])
         if not to_stdout:

@@ -9,7 +9,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -65,15 +65,6 @@ def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
 def given(options: argparse.Namespace, names: str) -> dict[str, Any]:
     """Return the options that are keyword arguments of the same names."""
     return {name: getattr(options, name) for name in names.split()}
-
-
-def adapter(text: str) -> tuple[str, float]:
-    """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
-    path, sign, weight = text.rpartition("=")
-    if sign and not os.path.exists(text):
-        with suppress(ValueError):
-            return path, float(weight)
-    return text, 1.0
 
 
 def shown(path: str) -> str:
@@ -219,6 +210,8 @@ def write_to_stdout(text: str) -> int:
 
 # What a command says of a model: the exit status, a line, the result as JSON, and a function that prints it whole.
 Outcome: TypeAlias = tuple[int, str, Callable[[], dict[str, Any]], Callable[[], object]]
+# Examines a model, given its path and the executor of --dask.
+Examine: TypeAlias = Callable[[str, Any], Outcome]
 
 
 def is_alone(options: argparse.Namespace) -> bool:
@@ -233,23 +226,26 @@ def refuse_several(options: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} takes a single model, without --recursive")
 
 
-def for_each(options: argparse.Namespace, examine: Callable[[str], Outcome]) -> int:
+def for_each(options: argparse.Namespace, examine: Examine) -> int:
     """Print the outcome of a model; of several, a line for each and their total. Return the worst exit status."""
-    options.paths = expanded(options.paths)
-    check_once(options.paths)
-    if is_alone(options):
-        status, _, result, show_all = examine(options.paths[0])
+    with cluster(getattr(options, "dask", None)) as executor:
+        if not is_alone(options):
+            return _list_outcomes(options, examine, executor)
+        status, _, result, show_all = examine(options.paths[0], executor)
         if options.json:
             print_json(result())
         else:
             show_all()
         return status
+
+
+def _list_outcomes(options: argparse.Namespace, examine: Examine, executor: Any) -> int:
     count = bad = worst = 0
     for place, fault in _places(options):
         try:
             if fault:
                 raise SafeloadError(fault)
-            status, line, result, _ = examine(place)
+            status, line, result, _ = examine(place, executor)
         except BrokenPipeError:
             raise
         except FAILURES as error:

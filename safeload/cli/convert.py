@@ -170,13 +170,10 @@ def _refuse_check(options: argparse.Namespace) -> None:
 def _check_result(options: argparse.Namespace) -> int:
     """Print the losses and changes of the result."""
     from ..checking.findings import CheckReport
-    from ..checking.proof import findings_of
+    from .check import add_losses
 
-    adapters = None if options.adapter is None else [*map(common.adapter, options.adapter)]
     report = CheckReport(common.shown(options.destination))
-    with common.bar("compare") as progress:
-        how = common.given(options, "storage_options threads")
-        report.add(findings_of(options.destination, options.source, adapters=adapters, progress=progress, **how))
+    add_losses(report, options.destination, options)
     for finding in (*report.errors, *report.notes):
         print(printable(str(finding)), file=sys.stderr)
     print(f"compared with the source: {report.verdict}", file=sys.stderr)
@@ -205,14 +202,13 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             names=options.name,
             rename=None if options.rename is None else [tuple(pair) for pair in options.rename],
             metadata={key: value if sign else None for key, sign, value in metadata},
-            adapters=None if options.adapter is None else list(map(common.adapter, options.adapter)),
             extras=not options.no_extras,
             verify=verify,
             **common.given(
                 options,
-                "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite",
+                "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite "
+                "adapters resume storage_options record",
             ),
-            **common.given(options, "resume storage_options record"),
             **how,
         )
 

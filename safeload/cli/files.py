@@ -208,9 +208,7 @@ def scan(options: argparse.Namespace) -> int:
     from .. import ScanReport, scan
 
     total = ScanReport()
-    paths = common.expanded(options.paths)
-    common.check_once(paths)
-    for path in paths:
+    for path in options.paths:
         try:
             report = scan(common.source(path), storage_options=options.storage_options)
         except (OSError, SafeloadError, ModuleNotFoundError) as error:
@@ -273,11 +271,10 @@ def verify(options: argparse.Namespace) -> int:
     """Print the report about ``options.paths``."""
     common.refuse_several(options, "against", *([] if options.write is True else ["write"]))
     common.refuse(options.write, "--write needs a file")
-    with common.cluster(options.dask) as executor:
-        return common.for_each(options, partial(_verified, options, executor))
+    return common.for_each(options, partial(_verified, options))
 
 
-def _verified(options: argparse.Namespace, executor: Any, path: str) -> common.Outcome:
+def _verified(options: argparse.Namespace, path: str, executor: Any) -> common.Outcome:
     from .. import verify
 
     common.refuse(path, "verify compares files")

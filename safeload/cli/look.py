@@ -59,8 +59,6 @@ several paths, a line for each path.""",
 )
 def info(options: argparse.Namespace) -> int:
     """Print the contents of ``options.paths``."""
-    options.paths = common.expanded(options.paths)
-    common.check_once(options.paths)
     if options.depth is not None:
         options.tree = True
     if len(options.paths) == 1:

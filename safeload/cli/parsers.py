@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
 
@@ -101,6 +103,15 @@ def positive(text: str) -> int:
     return value
 
 
+def _adapter(text: str) -> tuple[str, float]:
+    """Parse PATH or PATH=WEIGHT; an existing path may contain =."""
+    path, sign, weight = text.rpartition("=")
+    if sign and not os.path.exists(text):
+        with suppress(ValueError):
+            return path, float(weight)
+    return text, 1.0
+
+
 _PATH = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
 PATHS = argument("paths", "PATH", f"{_PATH}; may be repeated", nargs="+")
 RECURSIVE = flag("-r --recursive", "examine every model in a folder and its subfolders")
@@ -132,7 +143,9 @@ OPENING: tuple[Argument, ...] = (
     ),
 )
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
-ADAPTER = repeated("--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight")
+ADAPTER = repeated(
+    "--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight", type=_adapter, dest="adapters"
+)
 THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
 CACHE = argument(
     "--cache",

@@ -211,12 +211,6 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
     def failed(shown: str, error: Exception) -> None:
         report.unreadable.append((shown, one_line(error)))
 
-    def scan_inner(path: str, files: Files) -> None:  # an error does not stop the others
-        try:
-            _scan_file(report, path, files)
-        except (OSError, SafeloadError) as error:
-            failed(files.shown(path), error)
-
     for path in paths if isinstance(paths, (list, tuple)) else (paths,):
         (text,), files = places_of((path,), storage_options)
         if not files.remote and not os.path.lexists(text):
@@ -225,7 +219,10 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
             _scan_file(report, text, files)
             continue
         for _, inner in walk(text, files, failed):
-            scan_inner(inner, files)
+            try:
+                _scan_file(report, inner, files)
+            except (OSError, SafeloadError) as error:  # noqa: PERF203 - it does not stop the others
+                failed(files.shown(inner), error)
     report.findings.sort(key=_worst_first)
     return report
 
@@ -352,7 +349,6 @@ class _FileScan:
         self._shown = shown
         self._content = content
         self._listed = 0  # findings in the report
-        self._places = 0  # places with findings
         self._encrypted = False  # faults of encrypted entries say nothing
         self._unpacked = 0
         self._members = 0
@@ -387,7 +383,6 @@ class _FileScan:
         if self._listed > 2 * MAX_FINDINGS:
             raise _Full
         findings = [ScanFinding(self._shown, content.place, at, *finding) for finding in code]
-        self._places += bool(findings)
         if self._listed + len(findings) > MAX_FINDINGS:
             text = f"it names more than {MAX_FINDINGS:,} globals; the rest is not listed"
             self._report.unreadable.append((self._shown, text))
@@ -583,9 +578,9 @@ class _FileScan:
                 return
         try:
             for at, code, names in configs(text):
-                self._code(content, at, [(line, DANGEROUS, _LOADED) for line in dict.fromkeys(code)])
                 imported = dict.fromkeys(names)
-                self._code(content, at, _judged(imported, imported))
+                held = [(line, DANGEROUS, _LOADED) for line in dict.fromkeys(code)]
+                self._code(content, at, [*held, *_judged(imported, imported)])
         except ValueError:
             self._fault(content, "a Keras config that cannot be parsed")
 
@@ -716,13 +711,13 @@ class _FileScan:
             if machine := _ENTRY_UNPACKERS.get(entry.method):
                 data, fault, used = self._unpack(packed, machine, members=False)
             content = ScannedRange.of(data, packed.place, packed.level)
-        outer, places = self._encrypted, self._places
+        outer, listed = self._encrypted, self._listed
         self._encrypted = outer or bool(entry.flags & 1)  # some readers ignore the mark, so attacks set it
         if content.size:
             self._enter(content, entry.name)
         self._encrypted = outer
         if entry.flags & 1:
-            fault, used = "" if self._places > places else "it is encrypted", packed.size
+            fault, used = "" if self._listed > listed else "it is encrypted", packed.size
         if fault:
             self._fault(packed, fault)
         return used
