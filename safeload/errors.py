@@ -192,35 +192,17 @@ class NoMatchError(TensorNotFoundError):
 
 
 class UnsupportedDtypeError(SafeloadError, KeyError):
-    """A tensor has a dtype that safetensors lacks. Also a KeyError, which safetensors raises for torch.
-
-    Example:
-        >>> from safeload.errors import UnsupportedDtypeError
-        >>> issubclass(UnsupportedDtypeError, KeyError)
-        True
-    """
+    """A tensor has a dtype that safetensors lacks. Also a KeyError, which safetensors raises for torch."""
 
     __str__ = SafeloadError.__str__
 
 
 class InvalidDeviceError(SafeloadError, RuntimeError, ValueError):
-    """The ``device`` argument names no device. Also a RuntimeError, which torch raises.
-
-    Example:
-        >>> from safeload.errors import InvalidDeviceError
-        >>> issubclass(InvalidDeviceError, RuntimeError)
-        True
-    """
+    """The ``device`` argument names no device. Also a RuntimeError, which torch raises."""
 
 
 class MissingDeviceError(UnsupportedError, RuntimeError):
-    """This machine, or this build of torch, lacks the device. Also a RuntimeError, which torch raises.
-
-    Example:
-        >>> from safeload.errors import MissingDeviceError
-        >>> issubclass(MissingDeviceError, RuntimeError)
-        True
-    """
+    """This machine, or this build of torch, lacks the device. Also a RuntimeError, which torch raises."""
 
 
 def _arguments(error: Any) -> tuple[Any, ...]:

@@ -51,11 +51,6 @@ class TensorCheck(NamedTuple):
         tensor: name of the tensor.
         status: "ok", "changed", "missing" or "not covered".
         reason: why it is not "ok".
-
-    Example:
-        >>> import safeload
-        >>> safeload.verify("tiny-llama", "tiny-llama", tensors=True).tensors[0].status
-        'ok'
     """
 
     tensor: str

@@ -72,11 +72,6 @@ class ScanFinding(NamedTuple):
         name: the global, such as "os.system", or a description of other code.
         verdict: "harmless", "unknown" or "dangerous".
         reason: why.
-
-    Example:
-        >>> import safeload
-        >>> safeload.scan("checkpoint.pt").findings[0].name
-        'torch._utils._rebuild_tensor_v2'
     """
 
     path: str
