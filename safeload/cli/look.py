@@ -13,7 +13,6 @@ import numpy as np
 
 from ..core import arrays, dtypes, load, runtime, showing
 from ..core.text import plural, printable, show
-from ..errors import SafeloadError
 from . import common
 from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
 
@@ -71,7 +70,7 @@ def info(options: argparse.Namespace) -> int:
             status |= _show(place, options)
         except BrokenPipeError:
             raise
-        except (SafeloadError, OSError, MemoryError, ModuleNotFoundError, ValueError) as error:
+        except common.FAILURES as error:
             common.complain(error)
             status = 1
     return status

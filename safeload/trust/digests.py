@@ -38,6 +38,7 @@ from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at, read_json
 from ..core.opening import Signature, Verify
 from ..core.text import PathLike, error_about, folder_names, needed, show
 from ..errors import FormatError, SafeloadError, VerificationError, one_line
+from ..quant.quantization import mapping
 from ..remote.places import places_of
 
 # Key of the signed statement in a bundle.
@@ -174,7 +175,7 @@ def files_of_manifest(manifest: Mapping[str, Any], path: str) -> dict[str, Expec
     files: dict[str, ExpectedFile] = {}
     for name, entry in listed.items():
         check_name(name, path)
-        size, digest = map(fields_of(entry).get, ("size", "sha256"))
+        size, digest = map(mapping(entry).get, ("size", "sha256"))
         if type(size) is not int or not 0 <= size < _LARGEST:
             raise refused(f"{show(name)}: size must be a number of bytes, got {show(size)}", path)
         files[name] = (ExpectedRange(0, size, "sha256", _digest(digest, "sha256", name, path)),)
@@ -210,9 +211,9 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     if kind == _V01:
         if not isinstance(subjects, list):
             raise refused("subject must be a list of files", path)
-        resources = [{**fields_of(item), "algorithm": "sha256", "digest": _sha256_of(item)} for item in subjects]
+        resources = [{**mapping(item), "algorithm": "sha256", "digest": _sha256_of(item)} for item in subjects]
     elif kind == _V1:
-        fields = fields_of(statement.get("predicate"))
+        fields = mapping(statement.get("predicate"))
         settings, resources = fields.get("serialization"), fields.get("resources")
         if not isinstance(settings, Mapping) or not isinstance(resources, list):
             raise refused("the predicate must have serialization and resources", path)
@@ -237,20 +238,15 @@ def files_of_statement(statement: Mapping[str, Any], path: str) -> Expected:
     return Expected(path, "", "", files, (*left_out, *GIT_PATHS), skips_empty=method == "shards")
 
 
-def fields_of(value: Any) -> Mapping[str, Any]:
-    """Return an object of JSON; an empty object in place of anything else."""
-    return value if isinstance(value, Mapping) else {}
-
-
 def _sha256_of(subject: Any) -> Any:
-    return fields_of(fields_of(subject).get("digest")).get("sha256")
+    return mapping(mapping(subject).get("digest")).get("sha256")
 
 
 def _ranges(resources: Iterable[Any], sharded: bool, path: str) -> dict[str, list[ExpectedRange]]:
     """Return the ranges of each file, and refuse duplicates."""
     ranges: dict[str, list[ExpectedRange]] = {}
     for resource in resources:
-        fields = fields_of(resource)
+        fields = mapping(resource)
         name, begin, end, algorithm = fields.get("name"), 0, None, fields.get("algorithm")
         if sharded:
             shard = _SHARD.fullmatch(name) if isinstance(name, str) else None
@@ -290,7 +286,7 @@ def signed_files(content: bytes, signature: Signature, shown: str) -> Expected:
     except FormatError as error:
         raise refused(f"not a model signature: {error}", shown) from None
     signed = files_of_statement(statement, shown)
-    kinds = fields_of(bundle.get("verificationMaterial"))
+    kinds = mapping(bundle.get("verificationMaterial"))
     if signature.key is not None and "x509CertificateChain" in kinds:
         text = "the signature was made with a certificate, not with a key: pass certificate= (--certificate)"
         raise refused(text, shown)
@@ -479,10 +475,10 @@ def origin_of(path: str) -> Mapping[str, Any] | None:
     place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
     with suppress(SafeloadError, OSError):
         if "://" not in path and os.path.isfile(place):
-            record = fields_of(read_json(place, "the record of origin").get(ORIGIN_KEY))
+            record = mapping(read_json(place, "the record of origin").get(ORIGIN_KEY))
             sources = record.get("sources")
             if isinstance(sources, list) and all(isinstance(source, dict) for source in sources):
-                return {**record, "options": fields_of(record.get("options"))}
+                return {**record, "options": mapping(record.get("options"))}
     return None
 
 

@@ -26,7 +26,7 @@ from ..core.showing import Report, Row, table
 from ..core.text import PathLike, more, native_path, os_error, plural, printable, size, warning
 from ..core.thread_group import each
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
-from ..quant.quantization import BESIDE, find_quantization
+from ..quant.quantization import BESIDE, find_quantization, mapping
 from ..remote import ollama
 from ..remote.places import places_of
 from . import digests, manifest
@@ -52,12 +52,6 @@ class FileCheck(NamedTuple):
         status: "ok", "changed", "missing", "not covered" or "unreadable".
         nbytes: size of the file; 0 if it is missing.
         reason: why it is not "ok".
-
-    Example:
-        >>> import safeload
-        >>> from safeload.trust.verify import FileCheck
-        >>> FileCheck("config.json", "ok", 512, "").status
-        'ok'
     """
 
     file: str
@@ -321,10 +315,10 @@ def _source_checks(expected: digests.Expected, source: Any, threads: int | None)
     if not os.path.lexists(text):
         raise os_error(2, text)
     folder, name = (text, None) if os.path.isdir(text) else os.path.split(text)
-    sources = digests.fields_of(expected.origin).get("sources")
+    sources = mapping(expected.origin).get("sources")
     for recorded in sources if isinstance(sources, list) else ():
-        entries = digests.fields_of(digests.fields_of(recorded).get("files")).items()
-        hashed = {key: entry for key, entry in entries if name in (None, key) and "sha256" in digests.fields_of(entry)}
+        entries = mapping(mapping(recorded).get("files")).items()
+        hashed = {key: entry for key, entry in entries if name in (None, key) and "sha256" in mapping(entry)}
         listed = digests.files_of_manifest({"files": hashed}, expected.source)
         places = {path: path for path in (os.path.join(folder, key) for key in listed)}
         if any(map(os.path.lexists, places)):
