@@ -23,6 +23,7 @@ from safeload.numpy import save_file
         ("raw=True writes the tensors as they are", "--raw writes the tensors as they are"),
         ("many hard links; pass force=True", "many hard links; pass --force"),
         ("pass imatrix=", "pass --imatrix"),
+        ("against= compares and write= writes a manifest", "--against compares and --write writes a manifest"),
         ("verify= does not cover files that executor= reads", "--verify does not cover files that --dask reads"),
         ("a folder needs max_shard_size", "a folder needs --max-shard-size"),
         ("pass dtype= to dequantize it", "pass --dtype to dequantize it"),
