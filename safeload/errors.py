@@ -276,14 +276,6 @@ class RemoteError(OSError):
         begin: first byte of the requested range; None if no range was requested.
         end: one past the last byte of the range.
         tensor: name of the first tensor in the range; None if the range holds no tensor.
-
-    Example:
-        >>> import safeload
-        >>> try:
-        ...     safeload.open("http://127.0.0.1:1/model.safetensors", storage_options={"retries": 0})
-        ... except safeload.RemoteError as error:
-        ...     print(error.path, error.begin, error.end, error.tensor)
-        http://127.0.0.1:1/model.safetensors 0 131072 None
     """
 
     def __init__(
