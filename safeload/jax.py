@@ -169,21 +169,18 @@ def load_checkpoint(
             or a function that returns either for a name and a ``jax.ShapeDtypeStruct``. None, even in a mapping or as a
             function's result, means JAX's default device.
         names: exact names of the tensors to load; None loads all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
-            ``names``.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; not with ``names``.
         drop: shell pattern, or several, of the names to skip.
         format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
         root: nested container to take tensors from, such as "state_dict", see `safeload.open`.
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.
-        adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
-            `safeload.load`.
+        adapters: LoRA adapters to merge: a path, a pair (path, weight), or a list of these; see `safeload.load`.
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
-        verify: what to verify files against, see `safeload.load`: True, the path of a manifest, or a
-            `safeload.Signature`.
+        verify: True, the path of a manifest, or a `safeload.Signature` to verify files against; see `safeload.load`.
 
     Returns:
         Arrays by name, in the order of the checkpoint or of ``names``, with all values in place. F4 and F6 tensors are

@@ -193,21 +193,18 @@ def load_checkpoint(
         dtype: floating dtype to convert floating tensors and dequantize quantized tensors to, while they are read. None
             keeps the dtype of plain tensors, and gives quantized tensors the dtype in ``config.json``.
         names: exact names of the tensors to load; None loads all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
-            ``names``.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``; not with ``names``.
         drop: shell pattern, or several, of the names to skip.
         format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
         root: nested container to take tensors from, such as "state_dict", see `safeload.open`.
         unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
             read its tensors with "inert" placeholders for the unknown objects.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.
-        adapters: LoRA adapters to merge while loading: a path, a pair (path, weight), or a list of these, see
-            `safeload.load`.
+        adapters: LoRA adapters to merge: a path, a pair (path, weight), or a list of these; see `safeload.load`.
         storage_options: options of the filesystem behind a URL, see `safeload.open`.
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
-        verify: what to verify files against, see `safeload.load`: True, the path of a manifest, or a
-            `safeload.Signature`.
+        verify: True, the path of a manifest, or a `safeload.Signature` to verify files against; see `safeload.load`.
         mesh: the processes that divide the tensors. ``device`` must be of its type; "cpu" stands for the process's own
             device of the mesh.
         placements: a mapping of shell patterns of names to ``Shard`` or ``Replicate`` of ``torch.distributed.tensor``,

@@ -21,31 +21,26 @@ from .parsers import COMMANDS, command_parser, top_parser
 
 # Commands for words that people try.
 _INSTEAD = {
-    "cat": "get FILE NAME",
-    "compare": "diff A B",
-    "dequantize": "convert SOURCE DESTINATION --dtype DTYPE",
-    "describe": "info PATH",
-    "download": "convert hf://OWNER/NAME FOLDER/",
-    "extract": "convert SOURCE DESTINATION --only PATTERN",
-    "head": "get FILE NAME --rows 0:10",
-    "html": "report PATH",
-    "inspect": "info PATH",
-    "list": "info PATH",
-    "manifest": "verify PATH --write FILE",
-    "merge": "convert SOURCE DESTINATION --adapter ADAPTER",
-    "metadata": "info PATH",
-    "print": "get FILE NAME",
-    "quantise": "convert SOURCE DESTINATION --quantize SCHEME",
-    "quantize": "convert SOURCE DESTINATION --quantize SCHEME",
-    "rename": "convert SOURCE DESTINATION --rename REGEX REPLACEMENT",
-    "shard": "convert SOURCE FOLDER/ --max-shard-size SIZE",
-    "show": "info PATH",
-    "split": "convert SOURCE FOLDER/ --max-shard-size SIZE",
-    "summary": "info PATH",
-    "tree": "info PATH --tree",
-    "unshard": "convert FOLDER/ DESTINATION",
-    "validate": "check PATH",
-    "view": "info PATH",
+    word: use
+    for use, words in {
+        "check PATH": "validate",
+        "convert SOURCE DESTINATION --adapter ADAPTER": "merge",
+        "convert SOURCE DESTINATION --dtype DTYPE": "dequantize",
+        "convert SOURCE DESTINATION --only PATTERN": "extract",
+        "convert SOURCE DESTINATION --quantize SCHEME": "quantise quantize",
+        "convert SOURCE DESTINATION --rename REGEX REPLACEMENT": "rename",
+        "convert SOURCE FOLDER/ --max-shard-size SIZE": "shard split",
+        "convert FOLDER/ DESTINATION": "unshard",
+        "convert hf://OWNER/NAME FOLDER/": "download",
+        "diff A B": "compare",
+        "get FILE NAME": "cat print",
+        "get FILE NAME --rows 0:10": "head",
+        "info PATH": "describe inspect list metadata show summary view",
+        "info PATH --tree": "tree",
+        "report PATH": "html",
+        "verify PATH --write FILE": "manifest",
+    }.items()
+    for word in words.split()
 }
 
 
