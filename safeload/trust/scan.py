@@ -49,7 +49,7 @@ from ..formats.archives import is_header, number, records
 from ..formats.dcp import RECORDS
 from ..formats.torch.globals import ALLOWED, replaced_modules
 from ..remote.places import places_of
-from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Traced, Verdict, judge, trace
+from .trace import DANGEROUS, HARMLESS, MAX_TRACED, UNKNOWN, VERDICTS, Tracer, Verdict, judge, trace
 from .verified import walk
 
 # Rows of a file, and files below a table in a notebook.
@@ -385,7 +385,7 @@ class _FileScan:
         self._listed += len(findings)
         self._report.findings += findings
 
-    def _pickle(self, content: ScannedRange, at: int, traced: Traced, fault: str) -> None:
+    def _pickle(self, content: ScannedRange, at: int, traced: Tracer, fault: str) -> None:
         """Report a pickle, and enter the torch files that it holds as bytes."""
         if traced.names or not self._encrypted:
             self._code(content, at, _judged(traced.names, traced.called))
@@ -484,7 +484,7 @@ class _FileScan:
             certain = at == 0 and (binary or expected)
             if not (certain or traced.limited or (plain and at == 0 and not traced.fault)):
                 is_text = all(byte >= 32 or byte in b"\t\r\n" for byte in head)
-                traced = traced._replace(names=_counted(traced, called=not (binary or expected) and is_text))
+                traced.names = _counted(traced, called=not (binary or expected) and is_text)
                 if traced.fault and (not traced.names or (not plain and _verdicts(traced, traced.names) <= {HARMLESS})):
                     break
             calls = {(name, name in traced.called) for name in traced.names}
@@ -512,7 +512,7 @@ class _FileScan:
         if search:
             self._search(content, at)
 
-    def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Traced:
+    def _trace(self, content: Readable, at: int, *, strict: bool = False) -> Tracer:
         traced = trace(content, at, max(1, min(MAX_TRACED, self._most - self._opcodes)), strict=strict)
         self._opcodes += traced.opcodes + _ATTEMPT
         return traced
@@ -766,7 +766,7 @@ def _is_json(head: bytes) -> bool:
     return head[:64].lstrip(b"\0\xff\xfe\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
 
 
-def _counted(traced: Traced, *, called: bool = True) -> dict[str, int]:
+def _counted(traced: Tracer, *, called: bool = True) -> dict[str, int]:
     """Return the names of a pickle that count: called names, and names too unlikely by chance."""
     # Of a pickle with a fault, only the called names count if `called`.
     return {
@@ -783,7 +783,7 @@ def _judged(names: Iterable[str], called: Collection[str]) -> list[tuple[str, Ve
     ]
 
 
-def _verdicts(traced: Traced, names: Iterable[str]) -> set[Verdict]:
+def _verdicts(traced: Tracer, names: Iterable[str]) -> set[Verdict]:
     return {judge(name, ALLOWED, called=name in traced.called)[0] for name in names}
 
 

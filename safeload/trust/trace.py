@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..core.files import read_data
 from ..core.zip import Readable
@@ -64,20 +64,6 @@ _DTYPE = re.compile(r"[<>|=]?([?a-zA-Z])([0-9]{0,6})", re.ASCII)
 _SIZES = {"?": 1, "b": 1, "B": 1}
 
 
-class Traced(NamedTuple):
-    """The globals that a pickle names and calls."""
-
-    names: dict[str, int]  # its globals, with the offset of the first opcode that names each
-    called: set[str]  # those that it calls
-    inner: list[tuple[int, int]]  # offset and size of the torch files inside it
-    end: int  # offset after its STOP, or of the fault
-    fault: str  # why it could not be followed to its STOP; empty if it could
-    opcodes: int
-    limited: bool  # the fault is a limit of this module, not of the pickle
-    globals_at: set[int]  # offsets of its GLOBAL and INST opcodes
-    heads: set[int]  # offsets of opcodes that only PROTO and FRAME precede
-
-
 @dataclass(slots=True, eq=False)
 class _Computed:
     """The result of a call, which can be any value when the pickle runs."""
@@ -106,8 +92,8 @@ _HIDING = _INSIDE.union(
 NOT_TEXT = "<not text>"
 
 
-class _Tracer(Machine):
-    """The machine that lists globals; it raises nothing but `Fault`."""
+class Tracer(Machine):
+    """The machine that lists the globals that a pickle names and calls."""
 
     def __init__(self, content: Readable, begin: int, *, strict: bool, joblib: bool) -> None:
         super().__init__(begin)
@@ -117,29 +103,37 @@ class _Tracer(Machine):
         self.has_arrays = False  # of joblib
         self.start = begin  # of the current opcode
         self.count = 0  # memo entries, as MEMOIZE counts them
-        self.names: dict[str, int] = {}
-        self.called: set[str] = set()
-        self.inner: list[tuple[int, int]] = []
+        self.names: dict[str, int] = {}  # globals, with the offset of the first opcode that names each
+        self.called: set[str] = set()  # globals that the pickle calls
+        self.inner: list[tuple[int, int]] = []  # offset and size of the torch files inside it
+        self.globals_at: set[int] = set()  # offsets of its GLOBAL and INST opcodes
+        self.heads: set[int] = set()  # offsets of opcodes that only PROTO and FRAME precede
+        self.fault = ""  # why it could not be followed to its STOP; empty if it could
+        self.limited = False  # the fault is a limit of this module, not of the pickle
+        self.opcodes = 0  # including those that long lines stand for
         self.outer: list[Any] = []  # stacks and memos of the pickles around this one
-        self.charged = 0  # opcodes that long lines stand for
         self._buffer, self._base, self._window = b"", 0, _FIRST
 
-    def run(self, most: int) -> Traced:
-        opcodes, fault, limited, is_head = 0, "", False, True
-        globals_at: set[int] = set()
-        heads: set[int] = set()
+    @property
+    def end(self) -> int:
+        """The offset after STOP, or of the fault."""
+        return self.start if self.fault else self.at
+
+    def run(self, most: int) -> Tracer:
+        """Follow at most ``most`` opcodes, and free what they built."""
+        is_head = True
         try:
             while True:
-                opcodes += 1
-                if opcodes + self.charged > most:
+                self.opcodes += 1
+                if self.opcodes > most:
                     raise Fault(f"more than {most:,} opcodes", LimitError)
                 self.start = self.at
                 code = self.take(1)[0]
                 if is_head:
-                    heads.add(self.start)
+                    self.heads.add(self.start)
                     is_head = code in b"\x80\x95"
                 if code in b"ci":
-                    globals_at.add(self.start)
+                    self.globals_at.add(self.start)
                 if code == 0x2E:  # STOP
                     self.top()
                     if not self.outer:
@@ -151,9 +145,9 @@ class _Tracer(Machine):
                     raise Fault(f"0x{code:02x} is not an opcode")
                 function(self)
         except Fault as problem:
-            fault, limited = str(problem), problem.kind is LimitError
-        end, opcodes = self.start if fault else self.at, opcodes + self.charged
-        return Traced(self.names, self.called, self.inner, end, fault, opcodes, limited, globals_at, heads)
+            self.fault, self.limited = str(problem), problem.kind is LimitError
+        self.stack, self.marks, self.memo, self.outer, self._buffer = [], [], {}, [], b""
+        return self
 
     # ---- bytes ----
 
@@ -193,7 +187,7 @@ class _Tracer(Machine):
             self.at = self._base + (end if end >= 0 else len(self._buffer))
             if end >= 0 or not self._buffer or self.at - begin > _LONGEST_LINE:
                 break
-        self.charged += (self.at - begin) // _CHARGED
+        self.opcodes += (self.at - begin) // _CHARGED
         if end < 0:
             raise Fault("a line without an end", LimitError if self._buffer else FormatError)
         self.at += 1
@@ -417,7 +411,7 @@ def _updated(into: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
 # ---- joblib ----
 
 
-def _skip_array(t: _Tracer, state: Any) -> None:
+def _skip_array(t: Tracer, state: Any) -> None:
     """Skip the bytes of an array, or enter the pickle of an array of objects."""
     plain = type(state) is dict and None not in state
     shape, dtype, alignment = map(state.get, _ARRAY_FIELDS) if plain else (None, None, None)
@@ -460,21 +454,17 @@ def _itemsize(dtype: Any) -> int | None:
 # ---- a run ----
 
 
-def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Traced:
+def trace(content: Readable, begin: int, most: int = MAX_TRACED, *, strict: bool = False) -> Tracer:
     """Follow the opcodes of a pickle, at most ``most``, to its STOP or to a fault."""
     # If `strict`, a missing value, mark or memo entry is a fault too, as for every reader.
-    tracer = _Tracer(content, begin, strict=strict, joblib=True)
-    traced = tracer.run(most)
-    if not tracer.has_arrays:
-        return traced
-    # Pickle's own reader takes the bytes of joblib's arrays for opcodes. By chance, they call nothing.
-    plain = _Tracer(content, begin, strict=strict, joblib=False).run(most)
-    return traced._replace(
-        names={name: at for name, at in plain.names.items() if name in plain.called} | traced.names,
-        called=traced.called | (plain.called & plain.names.keys()),
-        inner=list(dict.fromkeys((*traced.inner, *plain.inner))),
-        opcodes=traced.opcodes + plain.opcodes,
-    )
+    traced = Tracer(content, begin, strict=strict, joblib=True).run(most)
+    if traced.has_arrays:  # pickle's own reader takes their bytes for opcodes; by chance, these call nothing
+        plain = Tracer(content, begin, strict=strict, joblib=False).run(most)
+        traced.names = {name: at for name, at in plain.names.items() if name in plain.called} | traced.names
+        traced.called |= plain.called & plain.names.keys()
+        traced.inner = list(dict.fromkeys((*traced.inner, *plain.inner)))
+        traced.opcodes += plain.opcodes
+    return traced
 
 
 # ---- verdicts ----
