@@ -19,7 +19,7 @@ from ..conversion.sink import is_extra
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of, caching
 from ..core.memory import Cache, check_threads, thread_count
-from ..core.opening import Signature, Verify
+from ..core.opening import Verify
 from ..core.progress import Meter, Progress
 from ..core.registry import BY_NAME, WEIGHT_SUFFIXES
 from ..core.showing import Report, Row, table
@@ -236,14 +236,14 @@ def _compared(
     in_ollama = ollama.is_name(text)
     theirs: Any = None  # the tensors to compare with
     checks: list[FileCheck] = []
-    model = against is not None and _is_model(against, storage_options)
+    model = _model_at(against, storage_options)
     record = digests.document_beside(text, origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
-    if model and not tensors and os.path.isfile(record) and not _is_beside(record, against):
+    if model is not None and not tensors and os.path.isfile(record) and not _is_beside(record, model):
         expected = digests.expected_of(text, files, record)
-        checks = _source_checks(expected, against, threads)
-    elif model:
-        theirs = partial(made_of, against)
-        expected = _files_of_model(against, storage_options, text, files, threads)
+        checks = _source_checks(expected, model, threads)
+    elif model is not None:
+        theirs = partial(made_of, model)
+        expected = _files_of_model(model, text, files, threads)
     elif in_ollama and against is None:
         expected = digests.Expected(digests.OLLAMA)
     else:
@@ -301,20 +301,20 @@ def _renamed(
     return check
 
 
-def _is_beside(record: str, model: Any) -> bool:
+def _is_beside(record: str, model: Location) -> bool:
     """Return True if a model has the same record: it is a copy, and no source."""
-    other = digests.document_beside(os.fspath(model), origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
+    other = digests.document_beside(model.path, origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
     return os.path.isfile(other) and filecmp.cmp(record, other, shallow=False)
 
 
-def _source_checks(expected: digests.Expected, source: Any, threads: int | None) -> list[FileCheck]:
+def _source_checks(expected: digests.Expected, source: Location, threads: int | None) -> list[FileCheck]:
     """Compare a model with the source of the same files in a record of origin."""
-    (text,), files = places_of((source,))
-    if files.remote:
-        raise digests.refused("pass a source on this machine", text)
-    if not os.path.lexists(text):
-        raise os_error(2, text)
-    folder, name = (text, None) if os.path.isdir(text) else os.path.split(text)
+    path = source.path
+    if source.files.remote:
+        raise digests.refused("pass a source on this machine", source.shown)
+    if not os.path.lexists(path):
+        raise os_error(2, path)
+    folder, name = (path, None) if os.path.isdir(path) else os.path.split(path)
     sources = mapping(expected.origin).get("sources")
     for recorded in sources if isinstance(sources, list) else ():
         entries = mapping(mapping(recorded).get("files")).items()
@@ -324,36 +324,34 @@ def _source_checks(expected: digests.Expected, source: Any, threads: int | None)
         if any(map(os.path.lexists, places)):
             root = LOCAL.absolute(folder or os.curdir)
             return _checks(digests.Expected(expected.source, root=root, files=listed), places, LOCAL, threads)
-    raise digests.refused(f"{expected.source} records no source with these files", text)
+    raise digests.refused(f"{expected.source} records no source with these files", path)
 
 
-def _is_model(against: Any, storage_options: Mapping[str, Any] | None) -> bool:
-    """Return True for a model, by its name: a folder, a weight file or an index; False for a document."""
-    if against is True or isinstance(against, Signature) or not isinstance(against, (str, os.PathLike)):
-        return False
+def _model_at(against: Any, storage_options: Mapping[str, Any] | None) -> Location | None:
+    """Return a model, told by its name: a folder, a weight file or an index; None for a document or no path."""
+    if not isinstance(against, (str, os.PathLike)):
+        return None
     (text,), files = places_of((against,), storage_options)
     name = text.partition("?")[0].lower()
     if name.endswith((".json", ".sig")):
-        return name.endswith(".index.json")
-    return ollama.is_name(text) or os.path.splitext(name)[1] in WEIGHT_SUFFIXES or files.is_folder(text)
+        return Location(files, text) if name.endswith(".index.json") else None
+    is_model = ollama.is_name(text) or os.path.splitext(name)[1] in WEIGHT_SUFFIXES or files.is_folder(text)
+    return Location(files, text) if is_model else None
 
 
-def _files_of_model(
-    model: Any, storage_options: Mapping[str, Any] | None, path: str, files: Files, threads: int | None
-) -> digests.Expected:
+def _files_of_model(model: Location, path: str, files: Files, threads: int | None) -> digests.Expected:
     """Return the digests of another model's files; of a single weight file, under the name of another one."""
-    (text,), place = places_of((model,), storage_options)
     listed: dict[str, dict[str, Any]] = {}
-    if not (place.remote or ollama.is_name(text)):
-        if not os.path.lexists(text):
-            raise os_error(2, text)
-        if _is_alone(text, place) and _is_alone(path, files):
-            listed = {files.split(path)[1]: origin.entry_of(Location(LOCAL, text))}
+    if not (model.files.remote or ollama.is_name(model.path)):
+        if not os.path.lexists(model.path):
+            raise os_error(2, model.path)
+        if _is_alone(model.path, model.files) and _is_alone(path, files):
+            listed = {files.split(path)[1]: origin.entry_of(model)}
         else:
-            listed = digests_of(text, threads)
+            listed = digests_of(model.path, threads)
     root = files.absolute(path) if files.is_folder(path) else files.split(files.absolute(path))[0]
-    expected = digests.files_of_manifest({"files": listed}, text)
-    return digests.Expected(place.shown(text), _MODEL_PROOF, root, expected, digests.GIT_PATHS)
+    expected = digests.files_of_manifest({"files": listed}, model.shown)
+    return digests.Expected(model.shown, _MODEL_PROOF, root, expected, digests.GIT_PATHS)
 
 
 def _is_alone(path: str, files: Files) -> bool:

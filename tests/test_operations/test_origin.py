@@ -93,6 +93,13 @@ def test_a_changed_source_is_named(model, tmp_path, capsys):
     assert "records no source with these files" in capsys.readouterr().err
 
 
+def test_a_source_at_a_url_is_refused_without_its_secrets(model, tmp_path):
+    safeload.convert(model, tmp_path / "out", dtype="float16", record=True)
+    with pytest.raises(safeload.VerificationError, match="pass a source on this machine") as caught:
+        safeload.verify(tmp_path / "out", "https://user:secret@example.com/m.safetensors?token=secret")
+    assert "secret" not in str(caught.value)
+
+
 def test_a_missing_file_of_the_result_is_named_beside_its_source(model, tmp_path):
     safeload.convert(model, tmp_path / "out", dtype="float16", record=True)
     (tmp_path / "out" / "config.json").unlink()
