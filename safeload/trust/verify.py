@@ -251,7 +251,8 @@ def _compared(
         if expected.tensors is not None:
             theirs = partial(manifest.checked, expected.tensors, expected.source)
     if theirs is None and tensors:
-        raise digests.refused(f"{expected.source} has no digests of tensors: pass a manifest or a model", text)
+        fault = f"{expected.source} has no digests of tensors: pass a manifest or a model"
+        raise digests.refused(fault, files.shown(text))
     if theirs is not None and (tensors or in_ollama or not expected.files):
         compared = manifest.compare(theirs(), made_of(path), expected.source)
         return VerifyReport(files.shown(text), expected.source, expected.proof, (), compared)

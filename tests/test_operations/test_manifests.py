@@ -278,6 +278,8 @@ def test_the_exit_status_says_if_a_comparison_was_possible(model, tmp_path, monk
     (model / "sha256.json").write_text('{"safeload_manifest": 1, "files": {}}')
     with pytest.raises(safeload.VerificationError, match="has no digests of tensors"):
         safeload.verify(model, tensors=True)
+    with pytest.raises(safeload.VerificationError, match=r"^https://example.com/m.safetensors: .* no digests"):
+        safeload.verify("https://user:secret@example.com/m.safetensors", model / "sha256.json", tensors=True)
 
 
 def test_a_model_that_does_not_open_has_a_manifest_of_its_files(model, caplog):
