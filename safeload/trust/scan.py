@@ -574,8 +574,8 @@ class _FileScan:
         try:
             for at, code, names in configs(text):
                 imported = dict.fromkeys(names)
-                held = [(line, DANGEROUS, _LOADED) for line in dict.fromkeys(code)]
-                self._code(content, at, [*held, *_judged(imported, imported)])
+                lambdas = [(line, DANGEROUS, _LOADED) for line in dict.fromkeys(code)]
+                self._code(content, at, [*lambdas, *_judged(imported, imported)])
         except ValueError:
             self._fault(content, "a Keras config that cannot be parsed")
 
