@@ -34,6 +34,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -555,12 +556,8 @@ class _FileScan:
 
     def _operations(self, content: ScannedRange) -> None:
         """Report the first operation of TensorFlow that runs code."""
-        for at in range(0, content.size, _CHUNK):
-            match = _TENSORFLOW.search(content.read_at(at, _CHUNK + 64))
-            if match is not None:
-                code = "a TensorFlow operation that reaches files or Python"
-                self._code(content, at + match.start(), [(code, DANGEROUS, _LOADED)])
-                return
+        for at in islice(_matches(content, _TENSORFLOW), 1):
+            self._code(content, at, [("a TensorFlow operation that reaches files or Python", DANGEROUS, _LOADED)])
 
     def _configs(self, content: ScannedRange, head: bytes) -> None:
         """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
@@ -849,13 +846,10 @@ _COMPUTING = re.compile(
 
 def configs(content: Readable) -> Iterator[tuple[int, list[str], list[str]]]:
     """Yield offset, code and imports of each config; ValueError if a class stands outside of JSON or repeats a key."""
-    begin = at = tries = 0
-    while at < content.size:
-        match = _KEY.search(content.read_at(at, _CHUNK + _OVERLAP))
-        if match is None or match.start() >= _CHUNK:
-            at += _CHUNK
+    begin = tries = 0
+    for key in _matches(content, _KEY):
+        if key < begin:  # within the config before
             continue
-        key = at + match.start()
         first = _first_of_text(content, begin, key)
         for beginning in re.finditer(rb"[{\[]", content.read_at(first, key - first)):
             end, code, names = _parse(content, first + beginning.start(), key)
@@ -867,7 +861,15 @@ def configs(content: Readable) -> Iterator[tuple[int, list[str], list[str]]]:
         else:
             raise ValueError(key)
         yield key, code, names
-        begin = at = end
+        begin = end
+
+
+def _matches(content: Readable, pattern: re.Pattern[bytes]) -> Iterator[int]:
+    """Yield the offset of each match of a pattern for short texts, and read every byte once."""
+    for at in range(0, content.size, _CHUNK):
+        for match in pattern.finditer(content.read_at(at, _CHUNK + _OVERLAP)):
+            if match.start() < _CHUNK:
+                yield at + match.start()
 
 
 def _first_of_text(content: Readable, begin: int, key: int) -> int:
