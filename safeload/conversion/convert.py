@@ -265,29 +265,29 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if old:
             read = [file.path for file in catalog.weight_files]
             destinations.check_shards(old, read, every_tensor=request.every_tensor)
-        sources = origin.sources_of(stack, catalog) if request.record else None
+        record = origin.recorder(stack, catalog, request) if request.record else None
         outputs, path = decide.prepare(stack, catalog, request), request.path
         total = outputs.nbytes if request.progress else 0
         files, meter = [path], stack.enter_context(closing(Meter(request.progress, total)))
         if folder is not None:
-            files, nbytes = _write_folder(outputs, request, folder, meter.add, sources)
+            files, nbytes = _write_folder(outputs, request, folder, meter.add, record)
             destinations.warn_of_schemes(path, outputs.schemes)
         elif request.place.files.remote:
             store, name = destinations.file_in_store(request.place, overwrite=overwrite)
             with store.staging(name) as staged:
-                nbytes, record = _write_file(outputs, request, staged, meter.add, sources)
-            if record is not None:
+                nbytes, text = _write_file(outputs, request, staged, meter.add, record)
+            if text is not None:
                 with store.staging(origin.name_for(name)) as staged:
-                    Path(staged).write_bytes(record)
+                    Path(staged).write_bytes(text)
         else:
             beside = destinations.Output(
                 "record=", origin.name_for(path), "record", origin.is_manifest, overwrite, catalog.files
             )
-            if sources is not None:
-                beside.check()
-            nbytes, record = _write_file(outputs, request, path, meter.add, sources)
             if record is not None:
-                beside.write(record.decode())
+                beside.check()
+            nbytes, text = _write_file(outputs, request, path, meter.add, record)
+            if text is not None:
+                beside.write(text.decode())
             if request.format == SAFETENSORS and os.path.basename(path) == SINGLE:
                 _warn_of_old_config(outputs, path)
     if old:
@@ -312,20 +312,17 @@ def _write_file(
     request: ConvertRequest,
     path: str,
     written: Callable[[int], object],
-    sources: Callable[[], list[dict[str, Any]]] | None,
+    record: origin.Record | None,
 ) -> tuple[int, bytes | None]:
-    """Write a file; return its bytes, and its record of origin given the ``sources`` of one."""
+    """Write a file; return its bytes, and its record of origin if there is one."""
     overwrite = request.overwrite and not request.place.files.remote
-    if sources is None:
+    if record is None:
         return outputs.write_file(path, overwrite, written), None
     hashed = request.format in origin.HASHED
     with Digest() as digest:
         nbytes = outputs.write_file(path, overwrite, written, digest if hashed else None)
     entry = {"size": nbytes, "sha256": digest.hexdigest()} if hashed else origin.entry_of(Location(LOCAL, path))
-    from .resume import plain_options  # only here: most conversions have no record
-
-    name = os.path.basename(request.path)
-    return nbytes, origin.text_of(request, plain_options(request), sources, {name: entry})
+    return nbytes, record({os.path.basename(request.path): entry})
 
 
 def _write_folder(
@@ -333,7 +330,7 @@ def _write_folder(
     request: ConvertRequest,
     folder: Sink,
     written: Callable[[int], object],
-    sources: Callable[[], list[dict[str, Any]]] | None,
+    record: origin.Record | None,
 ) -> tuple[list[str], int]:
     """Write a folder; return the paths of its shards and their bytes."""
     with paused(len(outputs.names)):
@@ -346,13 +343,13 @@ def _write_folder(
             files[INDEX] = destinations.index_text(stored, outputs.nbytes, parameters)
         config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
-    record = None
-    if sources is not None:
-        from .resume import plain_options  # only here: most conversions have no record
-
-        record = partial(origin.with_record, request, plain_options(request), sources, (files, config))
     nbytes = destinations.write_shards(
-        writers, files, folder, overwrite=request.overwrite, config=config, record=record
+        writers,
+        files,
+        folder,
+        overwrite=request.overwrite,
+        config=config,
+        record=None if record is None else partial(origin.with_record, record, files, config),
     )
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
     new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())

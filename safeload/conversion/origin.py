@@ -16,21 +16,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from contextvars import copy_context
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import __version__
 from ..core.checkpoint import Checkpoint, folder_of, index_of, recipe_of
 from ..core.files import LOCAL, Location, sha256_of
+from ..core.names import pairs_of
+from ..core.packing import parse_scheme
 from ..core.registry import SAFETENSORS
+from ..core.text import show
 from ..errors import SafeloadError
 from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
-from .sink import LARGEST_EXTRA, is_extra
+from .sink import DIGITS, LARGEST_EXTRA, is_extra
 
 if TYPE_CHECKING:  # `info` imports this module, but not these
     from .catalog import Catalog
@@ -38,7 +41,10 @@ if TYPE_CHECKING:  # `info` imports this module, but not these
 
 MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
 ORIGIN_KEY, ORIGIN_NAME = "origin", "origin.json"
+# Returns the record of a result, given size and SHA-256 of its files.
+Record: TypeAlias = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
 _THREADS = 4  # that hash sources
+_LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 # A snapshot in the Hub's cache.
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/|\Z)", re.ASCII)
 _COMMIT = re.compile(r"hf://([^@]+)@([0-9a-f]{40})(?:/|\Z)", re.ASCII)
@@ -57,8 +63,14 @@ def entry_of(place: Location | bytes, tick: Callable[[int], object] = bool) -> d
         return {"size": store.size, "sha256": sha256_of(store, place.shown, tick)}
 
 
-def sources_of(stack: ExitStack, catalog: Catalog) -> Callable[[], list[dict[str, Any]]]:
-    """Hash the sources on threads while they are converted, and return a function that waits for their description."""
+def recorder(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Record:
+    """Hash the sources on threads while they are converted; the record waits for their description."""
+    options, arguments = {**plain_options(request), "format": request.format}, dict[str, Any](request.options)
+    if arguments["raw"]:
+        options["raw"] = True
+    if arguments["max_shard_size"] is None:
+        del options["max_shard_size"]
+    options |= {key: _names_in(arguments[key]) for key in ("adapters", "imatrix") if key in options}  # paths
     stopped, pool = Event(), ThreadPoolExecutor(_THREADS, "safeload-digest")
 
     def tick(_: int) -> None:
@@ -79,15 +91,17 @@ def sources_of(stack: ExitStack, catalog: Catalog) -> Callable[[], list[dict[str
     if catalog.in_memory:
         sources.append({"name": "tensors in memory", "files": {}})
 
-    def wait() -> list[dict[str, Any]]:
+    def record(files: Mapping[str, Mapping[str, Any]]) -> bytes:
         for source in sources:
             listed = source["files"]
             source["files"] = {
                 name: entry.result() if isinstance(entry, Future) else entry for name, entry in sorted(listed.items())
             }
-        return sources
+        origin = {"version": __version__, "options": options, "sources": sources}
+        content = {MANIFEST_KEY: MANIFEST_VERSION, "files": dict(sorted(files.items())), ORIGIN_KEY: origin}
+        return (json.dumps(content, indent=1, default=str) + "\n").encode("utf-8", "backslashreplace")
 
-    return wait
+    return record
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -129,36 +143,17 @@ def _version_of(identity: tuple[Any, ...]) -> str:
     return "" if len(identity) < 2 or identity[1] is None else str(identity[1])
 
 
-def text_of(
-    request: ConvertRequest,
-    plain: Mapping[str, Any],  # the options, see `plain_options`
-    sources: Callable[[], list[dict[str, Any]]],
-    files: Mapping[str, Mapping[str, Any]],
-) -> bytes:
-    """Return the record of a result with these files."""
-    arguments: Mapping[str, Any] = request.options
-    options = {**plain, "format": request.format, **({"raw": True} if arguments["raw"] else {})}
-    if arguments["max_shard_size"] is None:
-        del options["max_shard_size"]
-    options |= {key: _names_in(arguments[key]) for key in ("adapters", "imatrix") if key in options}  # paths
-    origin = {"version": __version__, "options": options, "sources": sources()}
-    record = {MANIFEST_KEY: MANIFEST_VERSION, "files": dict(sorted(files.items())), ORIGIN_KEY: origin}
-    return (json.dumps(record, indent=1, default=str) + "\n").encode("utf-8", "backslashreplace")
-
-
 def with_record(
-    request: ConvertRequest,
-    plain: Mapping[str, Any],
-    sources: Callable[[], list[dict[str, Any]]],
-    beside: Sequence[Any],  # the files beside the shards, see `Sink.commit`, and the content of ``config.json``
-    entries: Mapping[str, Mapping[str, Any]],
-) -> dict[str, bytes | Location]:
-    """Return the files beside the shards of a folder and its record, given the ``entries`` of the shards."""
-    files, config = beside
+    record: Record,
+    files: Mapping[str, bytes | Location],  # beside the shards, see `Sink.commit`
+    config: bytes | None,  # the content of ``config.json``
+    shards: Mapping[str, Mapping[str, Any]],  # size and SHA-256
+) -> Mapping[str, bytes | Location]:
+    """Return the files beside the shards of a folder, and its record."""
     contents = {**files, **({} if config is None else {CONFIG: config})}
     listed = {name: entry_of(content) for name, content in contents.items()}
     small = {name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA}  # the rest is not copied
-    return {**files, ORIGIN_NAME: text_of(request, plain, sources, {**entries, **small})}
+    return {**files, ORIGIN_NAME: record({**shards, **small})}
 
 
 def _names_in(value: Any) -> Any:
@@ -166,6 +161,63 @@ def _names_in(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_names_in, value)]
     return os.path.basename(os.fspath(value).rstrip("/\\")) if isinstance(value, (str, os.PathLike)) else value
+
+
+def digest_of(value: Any) -> str:
+    """Return a short hash of plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+
+
+def plain_options(request: ConvertRequest) -> dict[str, Any]:
+    """Return the options that distinguish plans, as plain data."""
+    from ..adapters.adapter import listed  # only here: readers of records merge nothing
+
+    given, preset = request.options, request.preset
+    quantize: Any = given["quantize"]
+    if isinstance(quantize, Mapping):
+        quantize = {pattern: scheme and parse_scheme(scheme) for pattern, scheme in quantize.items()}
+    elif quantize is not None:
+        quantize = parse_scheme(quantize) if preset is None else preset.name
+    plain = {
+        **given,
+        "dtype": None if request.target is None else request.target.name,
+        "quantize": quantize,
+        "layout": None if given["layout"] is None else given["layout"].to_json(),
+        "keep": "a function" if callable(given["keep"]) else given["keep"],
+        "rename": texts_of(given["rename"]) or None,
+        "metadata": given["metadata"] or None,
+        "adapters": [[str(path), weight] for path, weight in listed(given["adapters"])] or None,
+        "max_shard_size": request.limit,
+        "extras": given["extras"] and None,
+        # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
+        **dict.fromkeys(("format", "raw", "storage_options")),
+    }
+    options = {}
+    for key, value in plain.items():
+        text = json.dumps(value, sort_keys=True, default=str)
+        if len(text) > _LONGEST:
+            options[key] = f"{text[:40]}... (SHA-256 {digest_of(value)})"
+        elif value is not None:
+            options[key] = json.loads(text)
+    return options
+
+
+def texts_of(rename: Any) -> list[list[str]]:
+    """Return the pairs of ``rename`` as plain data."""
+    pairs = []
+    for pattern, replacement in pairs_of(rename):
+        if isinstance(pattern, re.Pattern):
+            if pattern.flags & ~re.UNICODE:
+                raise ValueError(
+                    f"rename: a plan stores patterns as text; write the flags of {show(pattern.pattern)} inline, "
+                    "such as (?i)"
+                )
+            pattern = pattern.pattern
+        if not isinstance(replacement, str):
+            raise ValueError("rename: a plan is text, and cannot hold a function")
+        pairs.append([pattern, replacement])
+    return pairs
 
 
 def name_for(path: str) -> str:

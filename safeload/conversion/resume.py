@@ -6,9 +6,7 @@ their files, with the size of each file and the time of its last change when the
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -18,13 +16,10 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._version import __version__
-from ..adapters.adapter import listed
 from ..core.atomic_file import Digest, existing_file, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
 from ..core.memory import thread_count
-from ..core.names import pairs_of
-from ..core.packing import parse_scheme
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.runtime import paused
 from ..core.text import plural, printable, show
@@ -41,14 +36,13 @@ from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes, weight_map
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of
+from .origin import digest_of
 from .rules import Summary
-from .sink import CALL, Sink, find_shard, free_names, indexed_names, shared_identity
+from .sink import CALL, DIGITS, Sink, find_shard, free_names, indexed_names, shared_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_DIGITS = 16  # of `digest_of`, as in `CALL`
-_LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
 # Fields that a piece gets from its plan; its id is a hash of all others.
@@ -61,12 +55,6 @@ _RESULT: dict[str, Any] = {
     "seconds": (int, float),
     "identity": (list, tuple, NoneType),
 }
-
-
-def digest_of(value: Any) -> str:
-    """Return a short hash of plain data."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 
 
 @exported()
@@ -156,11 +144,11 @@ def convert_in_pieces(
     src: Given | Sequence[Given], request: ConvertRequest, executor: Executor | None
 ) -> ConvertReport:
     """Plan a conversion, run all of its pieces, each of which writes its shard and its record, and complete it."""
-    own, sources = request.options["storage_options"], None
+    own, record = request.options["storage_options"], None
     with ExitStack() as hashing, ExitStack() as stack:
         plan, folder, shards, stored = _planned(stack, src, request)
         if request.record:
-            sources = origin.sources_of(hashing, shards[0].catalog)
+            record = origin.recorder(hashing, shards[0].catalog, request)
         pieces, remote = plan["pieces"], folder.location.files.remote
         if executor is None:
             run = PieceRunner(folder, own, dict(zip([piece["id"] for piece in pieces], shards, strict=True)))
@@ -174,7 +162,6 @@ def convert_in_pieces(
                 if not remote:
                     folder.remove_empty([plan["call"]])
                 raise
-        record = None if sources is None else partial(origin.with_record, request, plan["options"], sources)
         return _complete(plan, results, folder, own, stored, record=record)
 
 
@@ -188,7 +175,7 @@ def _planned(
             f"{show(request.path)} is a file, which is written at once: only folders of shards can be resumed or "
             "written by several processes; pass the path of a folder"
         )
-    plain, catalog = plain_options(request), decide.open_sources(stack, src, request)
+    plain, catalog = origin.plain_options(request), decide.open_sources(stack, src, request)
     sources = [
         [[recipe.files.shown(path).rstrip("/") for path in recipe.paths], recipe.root, recipe.stored]
         for recipe in map(recipe_of, catalog.checkpoints)
@@ -268,7 +255,7 @@ def _pieces(
             "nbytes": shard.nbytes,
             "tensors": runs_of(shard),
             "metadata": None if texts is None else dict(texts),
-            "rename": _texts_of(request.options["rename"]),
+            "rename": origin.texts_of(request.options["rename"]),
             "adapters": adapters,
             "names": names if arranged_from is not None else None,  # of tensors that are arranged
             "arranged_from": arranged_from,
@@ -278,58 +265,6 @@ def _pieces(
         # A shard depends on the sources of its own piece, not on the sources of other pieces.
         pieces.append({**piece, "id": digest_of(piece), "file": file, "storage_options": None})
     return pieces
-
-
-# ---- options ----
-
-
-def plain_options(request: ConvertRequest) -> dict[str, Any]:
-    """Return the options that distinguish plans, as plain data."""
-    given, preset = request.options, request.preset
-    quantize: Any = given["quantize"]
-    if isinstance(quantize, Mapping):
-        quantize = {pattern: scheme and parse_scheme(scheme) for pattern, scheme in quantize.items()}
-    elif quantize is not None:
-        quantize = parse_scheme(quantize) if preset is None else preset.name
-    plain = {
-        **given,
-        "dtype": None if request.target is None else request.target.name,
-        "quantize": quantize,
-        "layout": None if given["layout"] is None else given["layout"].to_json(),
-        "keep": "a function" if callable(given["keep"]) else given["keep"],
-        "rename": _texts_of(given["rename"]) or None,
-        "metadata": given["metadata"] or None,
-        "adapters": [[str(path), weight] for path, weight in listed(given["adapters"])] or None,
-        "max_shard_size": request.limit,
-        "extras": given["extras"] and None,
-        # A folder has safetensors shards, `raw` applies to GGUF, and the sources have the options that are not secret.
-        **dict.fromkeys(("format", "raw", "storage_options")),
-    }
-    options = {}
-    for key, value in plain.items():
-        text = json.dumps(value, sort_keys=True, default=str)
-        if len(text) > _LONGEST:
-            options[key] = f"{text[:40]}... (SHA-256 {digest_of(value)})"
-        elif value is not None:
-            options[key] = json.loads(text)
-    return options
-
-
-def _texts_of(rename: Any) -> list[list[str]]:
-    """Return the pairs of ``rename`` as plain data."""
-    pairs = []
-    for pattern, replacement in pairs_of(rename):
-        if isinstance(pattern, re.Pattern):
-            if pattern.flags & ~re.UNICODE:
-                raise ValueError(
-                    f"rename: a plan stores patterns as text; write the flags of {show(pattern.pattern)} inline, "
-                    "such as (?i)"
-                )
-            pattern = pattern.pattern
-        if not isinstance(replacement, str):
-            raise ValueError("rename: a plan is text, and cannot hold a function")
-        pairs.append([pattern, replacement])
-    return pairs
 
 
 # ---- the destination ----
@@ -432,7 +367,7 @@ def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
     if digest_of({key: value for key, value in piece.items() if key not in _OF_PLAN}) != piece.get("id"):
         raise FormatError(f"{prefix}: it has changed since it was planned")
     if not (isinstance(piece.get("call"), str) and CALL.fullmatch(piece["call"])):
-        raise FormatError(f"{prefix}: call must be {_DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
+        raise FormatError(f"{prefix}: call must be {DIGITS} hexadecimal digits, got {show(piece.get('call'))}")
     field_of(piece, "storage_options", (dict, NoneType), "an object", prefix)
 
 
@@ -590,7 +525,7 @@ def _complete(
     storage_options: Mapping[str, Any] | None,
     planned: Mapping[str, str] | None = None,  # in the call that ran the pieces: the shard of each stored tensor
     *,
-    record: Any = None,  # adds the record of origin to the files, see `origin.with_record`
+    record: origin.Record | None = None,
 ) -> ConvertReport:
     """Complete a folder like `finalize`. The call that ran the pieces trusts shards with their reported identity."""
     results = [result for result in results if isinstance(result, Mapping) and result.get("plan") == plan["id"]]
@@ -628,8 +563,8 @@ def _complete(
     waiting = [(name, place.shown(file)) for name, (place, file) in moves if place is not folder]
     config = config_text(plan["config"])
     if record is not None:
-        results = [{key: result[key] for key in ("size", "sha256")} for result in done]
-        files = record((files, config), dict(zip(names, results, strict=True)))
+        contents = [{key: result[key] for key in ("size", "sha256")} for result in done]
+        files = {**origin.with_record(record, files, config, dict(zip(names, contents, strict=True)))}
     with folder.begin(overwrite=plan["overwrite"], config=config):
         folder.commit(files, waiting, placed)
     folder.clear_records(None if plan["overwrite"] else [plan["call"]])

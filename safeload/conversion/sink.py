@@ -91,7 +91,8 @@ _INDEX_SUFFIX = ".safetensors.index.json"
 # Suffix of the record of a shard.
 RECORD = ".json"
 # Hash of a call, which is the name of its subfolder.
-CALL = re.compile(r"[0-9a-f]{16}", re.ASCII)
+DIGITS = 16
+CALL = re.compile(rf"[0-9a-f]{{{DIGITS}}}", re.ASCII)
 # Shards that safeload writes to a store.
 _STORED_SHARD = re.compile(r"model-[0-9]{5,}(?:-of-[0-9]{5,})?\.safetensors", re.ASCII)
 # A write may take this many times the seconds that a read may wait for a byte, and a second for each so many bytes.
