@@ -197,19 +197,17 @@ def convert(
         >>> safeload.load("tiny.npz")["model.norm.weight"].dtype
         dtype('float16')
     """
-    given, keys, place = locals(), ConvertOptions.__annotations__, cast("Destination", dst)
-    options: Any = dict(zip(keys, map(given.__getitem__, keys), strict=True))
+    given, place = locals(), cast("Destination", dst)
+    options: Any = {key: given[key] for key in ConvertOptions.__annotations__}
+    how: Any = {key: given[key] for key in ("overwrite", "resume", "threads", "progress", "verify", "record")}
     try:
         check_threads(threads)
         if verify is not None and verify is not False:
             for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-        started = time.perf_counter()
-        at_once = caching(cache)(_at_once)
-        how: Any = {"overwrite": overwrite, "threads": threads, "progress": progress}
-        how |= {"verify": verify, "record": record}
-        if not isinstance(dst, (str, os.PathLike)) and destinations.is_written_to(dst):
+        started, at_once = time.perf_counter(), caching(cache)(_at_once)
+        if destinations.is_written_to(dst):
             if record:
                 raise ValueError("record=True writes beside the destination, which is a file object: pass a path")
             if executor is not None or resume or max_shard_size is not None:
@@ -227,8 +225,7 @@ def convert(
             from .resume import convert_in_pieces  # only here: most conversions are written at once
 
             check_executor(executor)
-            request = decide.request_of(place, options, resume=resume, **how)
-            report = caching(cache)(convert_in_pieces)(src, request, executor)
+            report = caching(cache)(convert_in_pieces)(src, decide.request_of(place, options, **how), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
@@ -248,10 +245,9 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
         if folder is None and request.place.files.remote:
             destinations.file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
-            destinations.check_free(request.path, overwrite)
+            old = destinations.old_shards(request.path, overwrite)
             if beside_sources:
                 destinations.refuse_inputs(request.path, beside_sources, beside=adapters)
-            old = destinations.shards_beside(request.path, overwrite)
         else:
             folder.check_free(overwrite=overwrite)
             for name in (SINGLE, INDEX, CONFIG) if beside_sources else ():

@@ -450,9 +450,8 @@ def prepare(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Outp
 def _selected(catalog: Catalog, request: ConvertRequest) -> tuple[Catalog, ConvertRequest]:
     """Return the tensors that options select for a model of llama.cpp, and the request without these options."""
     of_model = request.format == "gguf" and not request.options["raw"] and catalog.format != "gguf"
-    if not of_model or not request.selecting or gguf_form(catalog.config)[1] is None:
-        return catalog, request
-    if not {*request.selecting} <= _LEAVING_OUT:
+    leaves_out = bool(request.selecting) and {*request.selecting} <= _LEAVING_OUT
+    if not (of_model and leaves_out) or gguf_form(catalog.config)[1] is None:
         return catalog, request
     options: Any = {**request.options, **dict.fromkeys(_LEAVING_OUT)}
     selected = catalog.selected(request.chosen(catalog, catalog.ignored))
@@ -483,12 +482,13 @@ def _left_out(
 def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     """Return the tensors that an engine needs, if the result is the file of an engine."""
     preset, target, restored = request.preset, request.target, is_restored(catalog, request)
-    if _leaves_mlx(catalog, request):
-        from .arranging import from_mlx
-
+    leaves_mlx = _leaves_mlx(catalog, request)
+    if leaves_mlx or preset is not None:
+        from .arranging import arranged, from_mlx  # only here: other results need no form of a model
+    if leaves_mlx:
         catalog = from_mlx(catalog)
     if preset is not None and not restored:
-        return catalog if request.by_name else _arranged(catalog, preset)
+        return catalog if request.by_name else arranged(catalog, preset)
     if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
     # Only here: most results need no architecture.
@@ -516,7 +516,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         )
     if restored:
         model = from_llama_cpp(catalog)
-        return model if preset is None else _arranged(model, preset)
+        return model if preset is None else arranged(model, preset)
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
@@ -536,12 +536,6 @@ def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
     if keep is not None and not callable(keep):
         options["keep"] = [name for pattern in keep for name in catalog.matching(pattern)]
     return request._replace(options=options)
-
-
-def _arranged(catalog: Catalog, preset: Preset) -> Catalog:
-    from .arranging import arranged  # only here: other results need no form of a model
-
-    return arranged(catalog, preset)
 
 
 def _leaves_mlx(catalog: Catalog, request: ConvertRequest) -> bool:

@@ -283,11 +283,9 @@ def target_of(
 
 def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
     in_order = os.path.exists(path) and not os.path.isfile(path)
-    if not in_order:
-        check_free(path, overwrite)
+    old = [] if in_order else old_shards(path, overwrite)
     if not os.path.lexists(path):
         check_place(path)
-    old = shards_beside(path, overwrite)
 
     @contextmanager
     def file(size: int | None) -> Iterator[AtomicFile]:
@@ -299,12 +297,6 @@ def _local_file(path: str, *, overwrite: bool, durable: bool) -> FileSink:
 
 
 # ---- files that must stay ----
-
-
-def check_free(path: str, overwrite: bool) -> None:
-    """Refuse an existing file before anything is read."""
-    if not overwrite and os.path.lexists(path):
-        raise existing_file(path)
 
 
 def refuse_inputs(path: Any, inputs: Iterable[Any], *, beside: Iterable[Any] = ()) -> None:
@@ -349,8 +341,10 @@ def _local(path: Any) -> str | None:
     return urls.local_path(text) if urls.scheme_of(text) == "file" else None
 
 
-def shards_beside(path: str, overwrite: bool) -> list[str]:
-    """Return the index and the shards that safeload would read instead of a new ``model.safetensors``."""
+def old_shards(path: str, overwrite: bool) -> list[str]:
+    """Refuse an existing file; return the index and the shards that would be read instead of ``model.safetensors``."""
+    if not overwrite and os.path.lexists(path):
+        raise existing_file(path)
     old: list[str] = []
     usual = os.path.basename(path) != SINGLE and not os.path.islink(path)
     for place in () if usual else {os.path.abspath(path), os.path.realpath(path)}:
@@ -367,7 +361,7 @@ def shards_beside(path: str, overwrite: bool) -> list[str]:
 
 
 def remove_shards(old: Iterable[str]) -> None:
-    """Remove what `shards_beside` has found, once the new file is in place."""
+    """Remove `old_shards`, once the new file is in place."""
     for path in old:
         is_index = os.path.basename(path) == INDEX  # readers find the old shards as long as it stays
         with nullcontext() if is_index else suppress(OSError):
