@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate, count
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from .destinations import FileSink, SaveDestination, index_text, limit_of, targe
 from .sink import Sink, free_names
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 # The tensors of a save.
 Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -54,25 +54,6 @@ _TOGETHER = 1 << 20
 # ---- all at once ----
 
 
-class SaveOptions(TypedDict, total=False):
-    """Options of `save` for its overloads."""
-
-    metadata: Mapping[str, str] | None
-    max_shard_size: int | str | None
-    overwrite: bool
-    durable: bool
-    cache: Cache
-    storage_options: Mapping[str, Any] | None
-
-
-@overload
-def save(
-    tensors: Saved, dst: SaveDestination, *, background: Literal[False] = False, **options: Unpack[SaveOptions]
-) -> None: ...
-@overload
-def save(
-    tensors: Saved, dst: SaveDestination, *, background: bool, **options: Unpack[SaveOptions]
-) -> Future[None] | None: ...
 @public
 def save(
     tensors: Saved,
@@ -139,7 +120,7 @@ def save(
 
 
 def _is_mapping(tensors: Any) -> bool:
-    return isinstance(tensors, Mapping) or (hasattr(tensors, "keys") and hasattr(tensors, "__getitem__"))
+    return hasattr(tensors, "keys") and hasattr(tensors, "__getitem__")
 
 
 def _items(tensors: Any) -> Iterable[tuple[Any, Any]]:
