@@ -655,18 +655,19 @@ class Decider:
             self._descriptions = {k: v for k, v in self._descriptions.items() if not self._engine.drops(k)}
             names = [*self._descriptions]
         self._source = next(filter(None, map(settings_of, catalog.checkpoints)), None)
-        # Scales of the KV cache, and why the result lacks them.
+        # Scales of the KV cache in the result, or a sentence about those that it lacks.
         base = catalog.base if isinstance(catalog, RestructuredCatalog) and not catalog.for_engine else None
         ignored: Iterable[str] = self._ignored if base is None else base.ignored
         changes = format and (converts or base is not None)
-        self._cache = [name for name in ignored if name.endswith(finder.KV_CACHE)] if changes else []
+        cache = [name for name in ignored if name.endswith(finder.KV_CACHE)] if changes else []
         algorithm = None if self._source is None else self._source.values.get("kv_cache_quant_algo")
-        self._cache_lost = "the weights are not quantized for an engine"
-        if format == "gguf":
-            self._cache_lost = "llama.cpp has no place for them"
-        if self._engine is not None:
-            holds = self._engine.engine.kv_cache and algorithm in (None, "FP8")
-            self._cache_lost = "" if holds else f"{self._engine.preset.name} has no place for them"
+        holds = self._engine is not None and self._engine.engine.kv_cache and algorithm in (None, "FP8")
+        self._cache, self._lost = cache if holds else [], list[str]()
+        if cache and not holds:
+            count, why = plural(len(cache), "scale"), "the weights are not quantized for an engine"
+            if self._engine is not None or format == "gguf":
+                why = f"{'llama.cpp' if self._engine is None else self._engine.preset.name} has no place for them"
+            self._lost.append(f"{count} of the KV cache left out, such as {show(cache[0])}: {why}")
         self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
         unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
         coded = tensors is None or dtypes.may_hold_codes(tensors.columns.numbers)
@@ -766,7 +767,7 @@ class Decider:
         return outputs._replace(
             metadata=metadata,
             editable=engine is None,
-            left_out=_left_out(catalog, self._left_out, self._lost(), empty=not outputs.names and not self._ignored),
+            left_out=_left_out(catalog, self._left_out, self._lost, empty=not outputs.names and not self._ignored),
             config=config,
             files=files,
             summary=None if rules is None else self.summary(outputs.nbytes),
@@ -774,18 +775,11 @@ class Decider:
             restored=self._restored and engine is None,
         )
 
-    def _lost(self) -> list[str]:
-        """Return a sentence about scales of the KV cache that the result lacks."""
-        if not (self._cache and self._cache_lost):
-            return []
-        count = plural(len(self._cache), "scale")
-        return [f"{count} of the KV cache left out, such as {show(self._cache[0])}: {self._cache_lost}"]
-
     def _described(self) -> dict[str, Any]:
         """Return the quantization of the source for a config, without a KV cache whose scales the result lacks."""
         if self._source is None:
             return {}
-        lost = {} if self._cache and not self._cache_lost else {"kv_cache_scheme": None, "kv_cache_quant_algo": None}
+        lost = {} if self._cache else {"kv_cache_scheme": None, "kv_cache_quant_algo": None}
         return {QUANTIZATION: {**self._source.values, "quant_method": self._source.method, **lost}}
 
     def _dtype_of_scales(self, decisions: Mapping[str, Decision]) -> dtypes.Dtype | None:
@@ -837,8 +831,7 @@ class Decider:
             for name in self._quantized:  # weights that the engine fuses share a scale
                 partners = self._engine.partners(name, self._quantized)
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
-            if self._cache and not self._cache_lost:
-                decisions.update(dict.fromkeys(self._cache, Decision()))
+            decisions.update(dict.fromkeys(self._cache, Decision()))
         elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
             decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
         if isinstance(self._catalog, RestructuredCatalog):
