@@ -209,13 +209,11 @@ def texts_of(rename: Any) -> list[list[str]]:
     for pattern, replacement in pairs_of(rename):
         if isinstance(pattern, re.Pattern):
             if pattern.flags & ~re.UNICODE:
-                raise ValueError(
-                    f"rename: a plan stores patterns as text; write the flags of {show(pattern.pattern)} inline, "
-                    "such as (?i)"
-                )
+                text = "rename: plans and records store patterns as text; write the flags of"
+                raise ValueError(f"{text} {show(pattern.pattern)} inline, such as (?i)")
             pattern = pattern.pattern
         if not isinstance(replacement, str):
-            raise ValueError("rename: a plan is text, and cannot hold a function")
+            raise ValueError("rename: plans and records are text, and cannot hold a function")
         pairs.append([pattern, replacement])
     return pairs
 

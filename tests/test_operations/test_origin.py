@@ -80,6 +80,15 @@ def test_a_folder_has_a_record_of_all_its_files(model, tmp_path, resume):
     assert [check.file for check in safeload.verify(tmp_path / "out").faults] == [shard.name]
 
 
+def test_options_that_no_record_can_hold_are_refused_before_anything_is_written(tmp_path):
+    save_file({"w": X}, tmp_path / "source.safetensors")
+    renames = {re.compile("W", re.IGNORECASE): "v"}, [("w", lambda match: "v")]
+    for rename, why in zip(renames, ("store patterns as text", "cannot hold a function"), strict=True):
+        with pytest.raises(ValueError, match=why):
+            safeload.convert(tmp_path / "source.safetensors", tmp_path / "a.npz", rename=rename, record=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.safetensors"]
+
+
 def test_a_changed_source_is_named(model, tmp_path, capsys):
     safeload.convert(model, tmp_path / "tiny.gguf", raw=True, record=True)
     assert main(["verify", str(tmp_path / "tiny.gguf"), "--against", str(model)]) == 0

@@ -267,7 +267,7 @@ def test_arguments_that_are_no_plan(copied, tmp_path):
         safeload.convert(copied, tmp_path / "x.safetensors", executor=ThreadPoolExecutor(1))
     with pytest.raises(ValueError, match=r"needs the path of a checkpoint.* a dict are only in this process"):
         safeload.convert({"a": np.ones(3)}, tmp_path / "x", max_shard_size=1, executor=ThreadPoolExecutor(1))
-    with pytest.raises(ValueError, match=r"rename: a plan is text, and cannot hold a function"):
+    with pytest.raises(ValueError, match=r"rename: plans and records are text, and cannot hold a function"):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, rename=[("a", lambda match: "b")])
     with pytest.raises(ValueError, match=r"flags of 'a' inline, such as \(\?i\)"):
         safeload.plan_convert(copied, tmp_path / "x", max_shard_size=1, rename=[(re.compile("a", re.I), "b")])
