@@ -311,12 +311,11 @@ def _write_file(
     record: origin.Record | None,
 ) -> tuple[int, bytes | None]:
     """Write a file; return its bytes, and its record of origin if there is one."""
-    overwrite = request.overwrite and not request.place.files.remote
     if record is None:
-        return outputs.write_file(path, overwrite, written), None
+        return outputs.write_file(path, request.overwrite, written), None
     hashed = request.format in origin.HASHED
     with Digest() as digest:
-        nbytes = outputs.write_file(path, overwrite, written, digest if hashed else None)
+        nbytes = outputs.write_file(path, request.overwrite, written, digest if hashed else None)
     entry = {"size": nbytes, "sha256": digest.hexdigest()} if hashed else origin.entry_of(Location(LOCAL, path))
     return nbytes, record({os.path.basename(request.path): entry})
 
