@@ -157,7 +157,7 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
     place, max_shard_size = where(dst, options["storage_options"]), options["max_shard_size"]
     path = place.shown
     in_folder = max_shard_size is not None or is_folder(place, options["format"])
-    format = _format_of(place, path, options, in_folder=in_folder)
+    format = _format_of(path, options, in_folder=in_folder)
     check_part(options, format, path)
     if in_folder and options["imatrix"] is not None:
         raise ValueError("imatrix= applies to a single file, such as model.gguf: safetensors folders have no mixtures")
@@ -195,7 +195,7 @@ def check_codes(requantize: object, exact: object) -> None:
         raise ValueError("requantize= rounds codes again, and exact= forbids it: pass only one of the two")
 
 
-def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder: bool) -> str:
+def _format_of(path: str, options: ConvertOptions, *, in_folder: bool) -> str:
     """Return the format to write: ``format=`` if given, else the format of the destination's suffix."""
     format = options["format"]
     usual = () if format is None else registry.written_suffixes(format)
@@ -205,9 +205,6 @@ def _format_of(place: Location, path: str, options: ConvertOptions, *, in_folder
             raise ValueError(
                 f"{show(path)} becomes a folder of safetensors shards, got format={show(format)}; pass a file"
             )
-        local_file = not place.files.remote and not is_folder(place)
-        if local_file and any(suffix in suffixes for suffixes in registry.WRITTEN.values()):
-            raise ValueError(f"max_shard_size writes a folder, but {show(path)} has the suffix of a file")
         return SAFETENSORS
     known = ", ".join(registry.SUFFIXES)
     if format is not None:

@@ -25,7 +25,7 @@ from ..core.atomic_file import AtomicFile, Digest, check_place, existing_file
 from ..core.described import pack
 from ..core.files import LOCAL, Located, Location, identity_of
 from ..core.native import ffi
-from ..core.registry import SAFETENSORS, SUFFIXES, WEIGHT_SUFFIXES, WRITTEN
+from ..core.registry import SAFETENSORS, WEIGHT_SUFFIXES, WRITTEN
 from ..core.safetensors import ROOM, FileWriter, source_of
 from ..core.tensors import Lazy, LazyParts
 from ..core.text import PathLike, absolute, native_path, parse_size, show, warning
@@ -101,7 +101,7 @@ def is_folder(location: Location, format: str | None = None) -> bool:
     if path.endswith("/") or not os.path.basename(path) or (not location.files.remote and os.path.isdir(path)):
         return True
     suffix = os.path.splitext(path)[1].lower()
-    named = suffix in WEIGHT_SUFFIXES or suffix in SUFFIXES
+    named = suffix in WEIGHT_SUFFIXES
     if location.files.remote:  # a URL is a folder unless it has the suffix of a weight file
         return not named
     # Other formats are files, even without a suffix.
@@ -109,13 +109,11 @@ def is_folder(location: Location, format: str | None = None) -> bool:
 
 
 def sink_of(location: Location) -> Sink:
-    """Return the sink of a destination folder, without listing it."""
-    files = location.files
-    if files.remote and not is_folder(location):
-        raise ValueError(
-            f"{show(location.shown)} has the suffix of a file, but max_shard_size= writes a folder of shards: pass a "
-            f"folder such as {show(files.shown(files.split(location.path)[0]) + '/')}, or end the URL with a slash"
-        )
+    """Return the sink of a destination folder, without listing it; refuse the name of a file."""
+    name, suffix = os.path.splitext(location.shown)
+    if suffix.lower() in WEIGHT_SUFFIXES and not is_folder(location):
+        text = f"max_shard_size writes a folder, but {show(location.shown)} has the suffix of a file"
+        raise ValueError(f"{text}: pass a folder such as {show(name + '/')}, or end the path with a slash")
     return sink_at(location)
 
 
@@ -262,17 +260,14 @@ def target_of(
         location = Location(location.files, path)
         if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
             return _local_file(path, overwrite=overwrite, durable=durable)  # a device or a pipe
-    shown, suffix, folder = location.shown, os.path.splitext(path)[1].lower(), is_folder(location)
-    if max_shard_size is not None and not folder and suffix in WEIGHT_SUFFIXES:
-        raise ValueError(f"max_shard_size writes a folder, but {show(shown)} has the suffix of a file")
-    if max_shard_size is not None or folder:
+    if max_shard_size is not None or is_folder(location):
         check_writable(location)
         sink = sink_of(location)
         sink.check_free(overwrite=overwrite)
         return sink
-    if suffix not in WRITTEN[SAFETENSORS]:
+    if os.path.splitext(path)[1].lower() not in WRITTEN[SAFETENSORS]:
         raise ValueError(
-            f"{show(shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
+            f"{show(location.shown)}: tensors are saved as safetensors: use the suffix .safetensors, or end the path "
             "with a slash for a folder"
         )
     if not remote:
