@@ -238,7 +238,7 @@ def convert(
 def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertReport:
     """Convert without records of complete shards. All files are put in place together, at the end."""
     options, overwrite, verify, folder, old = request.options, request.overwrite, request.verify, request.folder, []
-    adapters = [] if options["adapters"] is None else [path for path, _ in listed(options["adapters"])]
+    adapters = [path for path, _ in listed(options["adapters"])]
     documents = (verify.path, verify.key, *verify.certificates) if isinstance(verify, Signature) else (verify,)
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:

@@ -148,7 +148,7 @@ def with_record(
     files: Mapping[str, bytes | Location],  # beside the shards, see `Sink.commit`
     config: bytes | None,  # the content of ``config.json``
     shards: Mapping[str, Mapping[str, Any]],  # size and SHA-256
-) -> Mapping[str, bytes | Location]:
+) -> dict[str, bytes | Location]:
     """Return the files beside the shards of a folder, and its record."""
     contents = {**files, **({} if config is None else {CONFIG: config})}
     listed = {name: entry_of(content) for name, content in contents.items()}

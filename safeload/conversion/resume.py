@@ -564,7 +564,7 @@ def _complete(
     config = config_text(plan["config"])
     if record is not None:
         contents = [{key: result[key] for key in ("size", "sha256")} for result in done]
-        files = {**origin.with_record(record, files, config, dict(zip(names, contents, strict=True)))}
+        files = origin.with_record(record, files, config, dict(zip(names, contents, strict=True)))
     with folder.begin(overwrite=plan["overwrite"], config=config):
         folder.commit(files, waiting, placed)
     folder.clear_records(None if plan["overwrite"] else [plan["call"]])
