@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from fractions import Fraction
+from itertools import repeat
 from threading import local
 from typing import Any, NamedTuple, TypeAlias
 
@@ -485,7 +486,8 @@ def compare(
         sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
         pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
-        rows = {name: TensorDiff._make((peak, at and tuple(at), *rest)) for name, (peak, at, *rest) in rows.items()}
+        fields = ((peak, at and tuple(at), *rest) for peak, at, *rest in rows.values())
+        rows = dict(zip(rows, map(tuple.__new__, repeat(TensorDiff), fields), strict=True))
     report.common_rows = {name: rows[name] for name in report.shapes if name in rows}
     report.tensors = {name: rows[name] for name in shapes if name not in report.shapes}
     if forms.form or forms.tied:
@@ -851,7 +853,7 @@ def _rows(largest: list[float], sums: Array, per_element: Array, shapes: Sequenc
     with paused(len(shapes)):
         peaks = zip(largest, places, shapes, strict=True)
         indices = [index_of(place, shape) if peak > 0 else None for peak, place, shape in peaks]
-        return [*map(TensorDiff._make, zip(largest, indices, *columns, strict=True))]
+        return [*map(tuple.__new__, repeat(TensorDiff), zip(largest, indices, *columns, strict=True))]
 
 
 def _exact_sums(x: Array, y: Array) -> tuple[float, tuple[float, ...]]:
