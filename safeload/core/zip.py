@@ -1,16 +1,12 @@
 """Zip archives with mapped entries: read the directory, locate the bytes of each entry and check everything.
 
 All readers must see the same contents, so the archive is the whole file, names are unique, entries do not overlap, and
-the local header of each entry in use agrees with the directory.
-
-The standard library's zipfile decides how to read a directory, but makes an object of many fields for each entry. If a
-directory has nothing unusual, every reader agrees on it, and it is read here instead.
+the local header of each entry in use agrees with the directory. A directory is refused unless zipfile of the standard
+library finds the same entries in it; zipfile itself makes an object of many fields for each.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
 import struct
@@ -18,8 +14,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
-from operator import attrgetter, le
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
+from operator import le
+from typing import BinaryIO, NamedTuple, Protocol
 
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .atomic_file import reserve
@@ -102,37 +98,20 @@ class End(NamedTuple):
     entries: int  # number of entries in the directory
     size: int  # of the directory in bytes
     offset: int  # of the directory in the file
-    usual: bool = True  # one disk, and a ZIP64 record of the usual size: every reader agrees
 
 
-# Entries of a directory in order, its first byte in the file, and the end record; None if no record ends with the file.
-_Directory: TypeAlias = tuple[list[ZipEntry], int, End | None]
-
-
-def _read_directory(file: WeightFile) -> _Directory:
-    end = _read_end(file)
-    if end is not None:
-        if end.size > MAX_DIRECTORY:
-            text = f"the directory of the zip archive has {end.size} bytes, the limit is {MAX_DIRECTORY}"
-            raise error_about(LimitError, text, path=file.path)
-        if end.usual and end.offset + end.size == end.at:
-            plain = _read_plain(file.read_at(end.offset, end.size))
-            if plain is not None:
-                return plain, end.offset, end
-    return _read_any(file, end)
-
-
-def _read_end(file: WeightFile) -> End | None:
-    """Find the end record of an archive as zipfile does; None if no record ends with the file."""
+def _read_end(file: WeightFile) -> End:
+    """Find the end record of an archive, which must end with the file."""
     start = max(0, file.size - _END.size - 0xFFFF)
     tail = file.read_at(start, file.size - start)
     begin = tail.rfind(b"PK\x05\x06")
     if begin < 0 or begin + _END.size > len(tail):
-        return None
+        text = "the zip archive's directory cannot be read: the file is truncated, or its end was never written"
+        raise FormatError(text, file.path, file.size)
     _, _, _, _, *small, comment = _END.unpack_from(tail, begin)
     at = start + begin
     if at + _END.size + comment != file.size:
-        return None
+        raise FormatError("the file continues after the zip archive's end", file.path)
     locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
     if locator[:4] != b"PK\x06\x07":
         return End(at, *small)
@@ -148,84 +127,38 @@ def _read_end(file: WeightFile) -> End | None:
         if short not in (long, full):
             message = f"the zip archive's end says {short} {label}, but its ZIP64 record says {long}"
             raise FormatError(message, file.path, record_at)
-    return End(record_at, large[0], large[1], large[2], disk == 0 and disks <= 1 and record[1] == _END64.size - 12)
+    if disk or disks > 1:
+        raise FormatError("the zip archive is divided among several disks", file.path, at - _LOCATOR.size)
+    return End(record_at, *large)
 
 
-def _read_plain(data: bytes) -> list[ZipEntry] | None:
-    """Return the entries of a directory, or None if an entry is unusual."""
+def _read_entries(file: WeightFile, end: End) -> list[ZipEntry]:
+    data = file.read_at(end.offset, end.size)
     text, entries, at = str(data, "latin-1"), [], 0
-    with suppress(struct.error):
+    try:
         while at < len(data):
             magic, version, *fields, length, extra, comment, local = _CENTRAL.unpack_from(data, at)
-            at += _CENTRAL.size
-            name = text[at : at + length]
-            if magic != b"PK\x01\x02" or version > _NEWEST or extra or not name.isascii():
-                return None
+            begin = at + _CENTRAL.size
+            stop = begin + length + extra
+            name = text[begin : begin + length]
+            if magic != b"PK\x01\x02" or version > _NEWEST or stop + comment > len(data):
+                fault = "is cut off" if version <= _NEWEST else f"needs version {version / 10} of zip"
+                fault = fault if magic == b"PK\x01\x02" else "has no magic number"
+                break
+            if not name.isascii():
+                name = str(data[begin : begin + length], "utf-8" if fields[0] & _UTF8 else "cp437")
+            if extra:
+                large = _zip64(data[begin + length : stop], (fields[4], fields[3], local), strict=True)
+                fields[4], fields[3], local = large
             entries.append(ZipEntry._make((name, *fields, local)))
-            at += length + comment
-    return entries if entries and at == len(data) else None
-
-
-def _read_any(file: WeightFile, end: End | None) -> _Directory:
-    """Read the directory of any archive with zipfile."""
-    import zipfile  # takes milliseconds, and few archives need it
-
-    errors = zipfile.BadZipFile, zipfile.LargeZipFile, RuntimeError, ValueError, LookupError, EOFError, OverflowError
-    stream = FileStream(file)
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            infos = archive.infolist()
-            begin = archive.start_dir
-    except FormatError:
-        raise
-    except (*errors, OSError) as error:
-        if stream.failures:
-            raise stream.failures.pop() from None  # it refers to this frame and to the stream
-        cause = show(str(error)) if str(error) else type(error).__name__
-        # The expected beginning of the directory; without an end record, the end of the file.
-        at = file.size if end is None else min(end.offset, file.size)
-        hint = "" if end is not None else ": the file is truncated, or its end was never written"
-        raise FormatError(f"the zip archive's directory cannot be read: {cause}{hint}", file.path, at) from None
-    fields = ("orig_filename", "flag_bits", "compress_type", "CRC", "compress_size", "file_size", "header_offset")
-    return [ZipEntry(*attrgetter(*fields)(info)) for info in infos], begin, end
-
-
-class FileStream(io.RawIOBase):
-    """A file as a stream for other libraries."""
-
-    def __init__(self, file: WeightFile) -> None:
-        self.failures: list[Exception] = []  # of reads, because libraries report them as an invalid file
-        self._file = file
-        self._at = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, self._file.size)[whence]
-        if at < 0:
-            raise OSError(errno.EINVAL, f"position {at}")  # as files do: zipfile seeks before the start of small files
-        self._at = at
-        return at
-
-    def read(self, size: int = -1) -> bytes:
-        try:
-            data = self._file.read_at(self._at, self._file.size if size < 0 else size)
-        except (OSError, SafeloadError) as error:
-            self.failures.append(error)
-            raise
-        self._at += len(data)
-        return data
-
-    def readinto(self, memory: Any) -> int:
-        """Fill memory; zeros follow the end of the file, because libhdf5 would take any bytes there for the file's."""
-        data = self.read(len(memory))
-        memory[: len(data)] = data
-        memory[len(data) :] = bytes(len(memory) - len(data))
-        return len(memory)
+            at = stop + comment
+        else:
+            return entries
+    except struct.error:
+        fault = "is cut off"
+    except UnicodeDecodeError:
+        fault = "has a name that is not UTF-8"
+    raise FormatError(f"the zip archive's directory cannot be read: an entry {fault}", file.path, end.offset + at)
 
 
 # ---- the entries ----
@@ -239,27 +172,26 @@ class Archive:
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._window, self._window_at = b"", 0
         self._heads: dict[int, bytes] = {}  # by their offsets
-        entries, self._directory, end = _read_directory(file)
-        self.entries: dict[str, ZipEntry] = {}
-        for entry in entries:
-            if self.entries.setdefault(entry.name, entry) is not entry:
-                at = min(max(0, entry.at), file.size)
-                raise FormatError(f"duplicate zip entry {show(entry.name)}", file.path, at)
-        small = self._directory <= len(self.entries) * _WINDOW
-        self._step = _NEAR if file.remote else _BLOCK if small else _WINDOW
-        # Overlapping entries and archives that are not the whole file are refused, because readers differ.
-        path = file.path
-        if end is None:
-            raise FormatError("the file continues after the zip archive's end", path)
+        path, end = file.path, _read_end(file)
+        if end.size > MAX_DIRECTORY:
+            text = f"the directory of the zip archive has {end.size} bytes, the limit is {MAX_DIRECTORY}"
+            raise error_about(LimitError, text, path=path)
         # zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
         if end.offset + end.size != end.at:
             message = f"the zip archive's directory must end at byte {end.at}, but it says {end.offset + end.size}: "
             raise FormatError(message + "there are extra bytes before the archive, or within it", path, end.at)
+        entries, self._directory = _read_entries(file, end), end.offset
+        self.entries: dict[str, ZipEntry] = {}
+        for entry in entries:
+            if self.entries.setdefault(entry.name, entry) is not entry:
+                raise FormatError(f"duplicate zip entry {show(entry.name)}", path, min(entry.at, file.size))
+        small = self._directory <= len(self.entries) * _WINDOW
+        self._step = _NEAR if file.remote else _BLOCK if small else _WINDOW
         if end.entries != len(self.entries):
             message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
             raise FormatError(message, path, end.at)
         for entry in entries:
-            if not 0 <= entry.at < end.offset:
+            if entry.at >= end.offset:
                 raise self._fault(entry.name, ": no local header at its offset")
         begins = [entry.at for entry in entries]
         begin = min(begins, default=end.offset)
@@ -313,14 +245,14 @@ class Archive:
             return head[:size]
         start = at - self._window_at
         if not 0 <= start <= len(self._window) - size:
-            self._window = self._file.read_at(at, max(size, self._step)) if at >= 0 else b""
+            self._window = self._file.read_at(at, max(size, self._step))
             self._window_at, start = at, 0
         return self._window[start : start + size]
 
     def _fault(self, name: str, text: str, at: int = 0, kind: type[SafeloadError] = FormatError) -> SafeloadError:
         """Return an error about an entry; a FormatError is at a byte of its local header."""
         # Clamped to the file, because the directory can be wrong.
-        offset = min(max(0, self.entries[name].at + at), self._file.size) if kind is FormatError else None
+        offset = min(self.entries[name].at + at, self._file.size) if kind is FormatError else None
         separator = "" if text.startswith(":") else " "
         return error_about(kind, f"zip entry {show(name)}{separator}{text}", path=self._file.path, offset=offset)
 
@@ -486,25 +418,24 @@ def _listed(content: Readable, end: int, listed: set[str], most: int) -> Iterato
                 at += _CENTRAL.size
                 rest = content.read_at(at, name_size + extra_size)
                 name = rest[:name_size].decode("utf-8", "backslashreplace")
-                packed, local = _zip64(rest[name_size:], full, packed, local)
+                full, packed, local = _zip64(rest[name_size:], (full, packed, local))
                 yield ZipEntry(name, flags, method, crc, packed, full, local + shift)
                 at += name_size + extra_size + comment_size
 
 
-def _zip64(extra: bytes, full: int, packed: int, local: int) -> tuple[int, int]:
-    """Return packed size and offset, from the ZIP64 field if they are there."""
+def _zip64(extra: bytes, values: tuple[int, ...], *, strict: bool = False) -> tuple[int, ...]:
+    """Return full and packed size and offset, from the ZIP64 field if they are there; if ``strict``, they must be."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
+        data = extra[at + 4 : at + 4 + size]
+        if strict and (len(data) < size or (kind == 1 and size // 8 < values.count(_LARGE))):
+            raise struct.error
         if kind == 1:
-            data = extra[at + 4 : at + 4 + size]
-            values = iter(struct.unpack_from(f"<{len(data) // 8}Q", data))
-            if full == _LARGE:
-                next(values, None)
-            packed = next(values, packed) if packed == _LARGE else packed
-            local = next(values, local) if local == _LARGE else local
+            large = iter(struct.unpack_from(f"<{len(data) // 8}Q", data))
+            values = tuple(next(large, value) if value == _LARGE else value for value in values)
         at += 4 + size
-    return packed, local
+    return values
 
 
 def local_readings(content: Readable, entry: ZipEntry, *, listed: bool = True) -> tuple[int, list[ZipEntry]]:
@@ -514,7 +445,7 @@ def local_readings(content: Readable, entry: ZipEntry, *, listed: bool = True) -
         return entry.at + _LOCAL_SIZE, [entry]
     flags, method, packed, full, name_size, extra_size = _LOCAL(head)
     rest = content.read_at(entry.at + _LOCAL_SIZE, name_size + extra_size)
-    packed, _ = _zip64(rest[name_size:], full, packed, 0)
+    full, packed = _zip64(rest[name_size:], (full, packed))
     begin = entry.at + _LOCAL_SIZE + name_size + extra_size
     name = rest[:name_size].decode("utf-8", "backslashreplace")
     local = ZipEntry(name, flags, method, 0, packed if packed != _LARGE else 0, full, entry.at)

@@ -61,6 +61,7 @@ Attributes outside of the header (more than 8, or of more than 64 KiB) are not f
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import zlib
@@ -82,7 +83,7 @@ from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole
 from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about, needed, show
 from ..core.weight_file import WeightFile
-from ..core.zip import STORED, FileStream, unpacked
+from ..core.zip import STORED, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .archives import open_members
 from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
@@ -317,6 +318,29 @@ class Dataset:
         return prod(self.chunk_shape) * self.itemsize
 
 
+class _Stream(io.RawIOBase):
+    """A file as a stream for libhdf5."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self.failures: list[Exception] = []  # of reads, which libhdf5 reports as an invalid file
+        self._file = file
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._file.size)[whence]
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        """Fill memory; zeros follow the end of the file, because libhdf5 would take any bytes there for the file's."""
+        try:
+            data = self._file.read_at(self._at, len(memory))
+        except (OSError, SafeloadError) as error:
+            self.failures.append(error)
+            raise
+        memory[:] = data.ljust(len(memory), b"\0")
+        return len(memory)
+
+
 class Structure:
     """The content of a file, found by a walk over its hard links."""
 
@@ -328,7 +352,7 @@ class Structure:
         self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
         self._h5py: Any = needed("h5py", "Keras files (HDF5) need h5py")
-        stream = FileStream(file)
+        stream = _Stream(file)
         try:
             with self._h5py.File(stream, "r") as opened:
                 plist = opened.id.get_create_plist()

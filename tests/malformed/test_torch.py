@@ -410,8 +410,8 @@ fault(
 )
 END, DIRECTORY = GOOD.index(b"PK\x05\x06"), GOOD.index(b"PK\x01\x02")
 fault("no end of the directory", "directory cannot be read", patch(END, b"PK\x05\x07"))
-fault("a directory beyond the file", "directory cannot be read", patch(END + 12, U4(len(GOOD) * 2)))
-fault("a directory of another size", "directory cannot be read", patch(END + 12, U4(40)))
+fault("a directory beyond the file", "directory must end at byte", patch(END + 12, U4(len(GOOD) * 2)))
+fault("a directory of another size", "directory must end at byte", patch(END + 12, U4(40)))
 fault("no magic in the directory", "directory cannot be read", patch(THERE, b"XX"))
 fault("a version of tomorrow", "directory cannot be read", patch(THERE + 6, U2(99)))
 fault(
