@@ -150,7 +150,7 @@ class LimitError(SafeloadError):
         ...     pickle.dump(nested, file)
         >>> safeload.open("deep.pkl")
         Traceback (most recent call last):
-        safeload.errors.LimitError: deep.pkl: the pickle has more than 200 levels of containers
+        safeload.errors.LimitError: deep.pkl: the file has more than 200 levels of containers
     """
 
 

@@ -25,8 +25,9 @@ from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest
 from ..core.table import ListedTable, Listing, unreadable
 from ..core.text import error_about, show
 from ..core.weight_file import ByteReader
-from ..errors import FormatError, LimitError, TensorNotFoundError, UnsupportedError
+from ..errors import FormatError, UnsupportedError
 from .boxed import BoxedListing, Region, boxed_file, in_pieces
+from .torch.tensors import Tree
 
 # Maximum number of values, and levels of maps; real files have some thousand and ten.
 MAX_VALUES = 2_000_000
@@ -34,11 +35,9 @@ MAX_DEPTH = 100
 # Bytes of a key, and of all keys, text and bytes that are kept.
 MAX_KEY = 1 << 16
 MAX_TEXT = 64 << 20
-# Characters of all names of tensors: the size limit of a safetensors header.
-MAX_NAME_TEXT = 100_000_000
 
 CHUNKED = "__msgpack_chunked_array__"
-NAME = "tensor"
+_TENSORS = frozenset((Listing, BoxedListing))
 
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _MAP, _LIST, _TEXT, _BYTES, _EXTENSION, _VALUE = "map", "array", "text", "bytes", "extension", "value"
@@ -62,10 +61,15 @@ _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True, **{number & 0xFF: number for 
 def read(candidate: Candidate, request: OpenRequest) -> Content:
     """Read the table of an open file; chunked arrays become a second file."""
     file = candidate.file
-    tensors, metadata = _flatten(MessagePackReader(file).read(), request.root, file.path)
+    tree = Tree(MessagePackReader(file).read(), file.path, file.size, tensors=_TENSORS)
+    root = None if request.root is None else tree.select(request.root)
+    tensors: dict[str, Listing | BoxedListing] = {}
+    for name, array in tree.tensors(root):
+        if tensors.setdefault(name, array) is not array:
+            raise FormatError(f"two tensors are named {show(name)}", file.path)
     whole = [array._replace(name=name) for name, array in tensors.items() if isinstance(array, Listing)]
     chunked = {name: array for name, array in tensors.items() if isinstance(array, BoxedListing)}
-    file.table = ListedTable(whole, metadata)
+    file.table = ListedTable(whole, tree.metadata(root))
     return Content(file, [boxed_file(file, chunked, [file.store])], list(tensors)) if chunked else Content(file)
 
 
@@ -245,66 +249,3 @@ def _in_order(numbered: Any) -> list[Any] | None:
     if not isinstance(numbered, dict) or any(str(k) not in numbered for k in range(len(numbered))):
         return None
     return [numbered[str(k)] for k in range(len(numbered))]
-
-
-# ---- names ----
-
-
-def _flatten(
-    tree: Any, root: str | None, path: str
-) -> tuple[dict[str, Listing | BoxedListing], Mapping[str, Any] | None]:
-    """Return the arrays by dotted name, and the rest of the tree, both below ``root``."""
-    if root is not None:
-        tree = _select(tree, root, path)
-    tensors: dict[str, Listing | BoxedListing] = {}
-    text = 0
-
-    def visit(value: Any, name: str | None) -> Any:
-        """Collect the arrays below a value and return the rest; `_nothing` if nothing else is there."""
-        nonlocal text
-        if isinstance(value, (Listing, BoxedListing)):
-            assert name is not None
-            text += len(name)
-            if name in tensors:
-                raise FormatError(f"two tensors are named {show(name)}", path)
-            if text > MAX_NAME_TEXT:
-                limit = f"the names of tensors have more than {MAX_NAME_TEXT:,} characters"
-                raise error_about(LimitError, limit, path=path)
-            tensors[name] = value
-            return _nothing
-        if not isinstance(value, (dict, list)):
-            return value
-        if _NESTED.isdisjoint(map(type, value.values() if isinstance(value, dict) else value)):
-            return value
-        items = value.items() if isinstance(value, dict) else ((str(k), item) for k, item in enumerate(value))
-        before = len(tensors)
-        rest = {key: visit(item, key if name is None else f"{name}.{key}") for key, item in items}
-        kept = {key: item for key, item in rest.items() if item is not _nothing}
-        return value if len(tensors) == before else kept or _nothing
-
-    if isinstance(tree, (Listing, BoxedListing)):
-        return {NAME: tree}, {}
-    rest = visit(tree, None)
-    metadata = {} if rest is _nothing else rest if isinstance(rest, dict) else {"value": rest}
-    return tensors, metadata
-
-
-_nothing = object()
-_NESTED = frozenset((dict, list, Listing, BoxedListing))
-
-
-def _select(tree: Any, root: str, path: str) -> Any:
-    """Return the container or array with a dotted name."""
-    waiting = [(tree, root)]
-    while waiting:
-        value, rest = waiting.pop()
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for key, item in items:
-            step = str(key)
-            if step == rest and isinstance(item, (dict, list, Listing, BoxedListing)):
-                return item
-            if rest.startswith(f"{step}."):
-                waiting.append((item, rest[len(step) + 1 :]))
-    outermost = [show(key)[1:-1] for key, item in tree.items() if isinstance(item, dict)] if type(tree) is dict else []
-    text = f"no container {show(root)}; containers: {', '.join(outermost[:20]) or 'none'}"
-    raise error_about(TensorNotFoundError, text, path=path)

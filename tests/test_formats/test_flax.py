@@ -123,7 +123,9 @@ def test_root_selects_a_container_or_an_array():
     assert "Dense_0.kernel" in names
     assert set(safeload.open(path, root="params.Dense_0")) == {"kernel", "bias"}
     assert list(safeload.open(path, root="params.Dense_0.bias")) == ["tensor"]
-    with pytest.raises(TensorNotFoundError, match=r"no container 'x'; containers: params, opt_state"):
+    with pytest.raises(
+        TensorNotFoundError, match=r"no container 'x'; containers with tensors: params \(\d+ tensors\), opt_state"
+    ):
         safeload.open(path, root="x")
 
 
@@ -299,7 +301,7 @@ def test_limits(tmp_path):
     for content, text in (
         (b"\x81\xa1a\xdd" + struct.pack(">I", 2_000_001) + bytes(2_000_001), "more than 2,000,000 values"),
         (pack({"a": A, "text": "x" * (64 << 20)}), "outside arrays have more than 67,108,864 bytes"),
-        (pack(long), "names of tensors have more than 100,000,000 characters"),
+        (pack(long), "characters in the names of tensors"),
     ):
         path.write_bytes(content)
         with pytest.raises(LimitError, match=text):

@@ -102,16 +102,18 @@ class _Node:
 
 
 class Tree:
-    """The containers of a value; its limits grow with the ``size`` of the pickle in bytes.
-
-    ``members`` are the names of parameters and buffers by class of TorchScript.
-    """
+    """The containers of a value; its limits grow with the ``size`` of the file or pickle in bytes."""
 
     def __init__(
-        self, value: Any, path: str, size: int, members: Mapping[str, Collection[str]] = MappingProxyType({})
+        self,
+        value: Any,
+        path: str,
+        size: int,
+        members: Mapping[str, Collection[str]] = MappingProxyType({}),  # parameters and buffers by class of TorchScript
+        tensors: frozenset[type[Any]] = TENSORS,  # types of tensors
     ) -> None:
         self._root = value
-        self._script_members = members
+        self._script_members, self._tensors = members, tensors
         self._path = path
         self._nodes: dict[int, _Node] = {}
         self._texts: dict[int, str] = {}
@@ -168,7 +170,7 @@ class Tree:
         kept: list[Link] = []
         for link in links:
             step, child = link
-            if type(child) in TENSORS:
+            if type(child) in self._tensors:
                 node.tensors += 1
                 node.text += len(step if type(step) is str else self._text(step)) + 1
                 kept.append(link)
@@ -194,7 +196,7 @@ class Tree:
         node.plain = self._plain(node, links)
 
     def _too_many(self, limit: int, unit: str) -> LimitError:
-        return error_about(LimitError, f"the pickle has more than {limit:,} {unit}", path=self._path)
+        return error_about(LimitError, f"the file has more than {limit:,} {unit}", path=self._path)
 
     def _text(self, step: Any) -> str:
         """Return a step as part of a name. The text is cached, because many containers have the same steps."""
@@ -234,7 +236,7 @@ class Tree:
         if type(value) is dict:
             if not links and _SCALARS.issuperset(map(type, value)):
                 return value
-            if links and TENSORS.issuperset(map(type, value.values())):
+            if links and self._tensors.issuperset(map(type, value.values())):
                 return _NOTHING
             pairs = {self._leaf(key): self._replace(item) for key, item in value.items()}
         else:
@@ -250,7 +252,7 @@ class Tree:
     def _replace(self, item: Any) -> Any:
         if type(item) in _SCALARS:
             return item
-        if type(item) in TENSORS or (type(item) is Inert and _holds_storage(item)):
+        if type(item) in self._tensors or (type(item) is Inert and _holds_storage(item)):
             return _NOTHING
         if type(item) not in _CONTAINERS:
             return self._leaf(item)
@@ -284,7 +286,7 @@ class Tree:
                 continue
             for step, child in reversed(_links(value)):
                 text = self._text(step)
-                if text == rest and (type(child) in _CONTAINERS or type(child) in TENSORS):
+                if text == rest and (type(child) in _CONTAINERS or type(child) in self._tensors):
                     return child
                 if rest.startswith(text + "."):
                     waiting.append((child, rest[len(text) + 1 :]))
@@ -301,16 +303,16 @@ class Tree:
         text = f"no container {show(root)}; containers with tensors: {', '.join(containers) or 'none'}"
         raise error_about(TensorNotFoundError, text, path=self._path)
 
-    def tensors(self, root: Any = None) -> Iterator[tuple[str, PickledTensor | NumpyArray]]:
+    def tensors(self, root: Any = None) -> Iterator[tuple[str, Any]]:
         """Iterate over names, relative to ``root``, and tensors in the order of the pickle."""
         start = self._root if root is None else root
-        if type(start) in TENSORS:
+        if type(start) in self._tensors:
             yield "tensor", start
         steps: list[str] = []  # not whole prefixes: a key can be as long as all names may be
         waiting = [iter(self._nodes[id(start)].links)] if id(start) in self._nodes else []
         while waiting:
             for step, child in waiting[-1]:
-                if type(child) in TENSORS:
+                if type(child) in self._tensors:
                     yield ".".join((*steps, self._text(step))), child
                 else:
                     steps.append(self._text(step))
