@@ -32,7 +32,7 @@ from . import dtypes, foreign
 from .arrays import Array, array_fits, c_strides, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, pieces_of, write_pieces
 from .registry import BY_NAME, Candidate, Content, OpenRequest, check_whole
-from .table import ListedTable, Listing, unreadable
+from .table import ListedTable, Listing, Unknown, unreadable
 from .tensors import Lazy, materialize
 from .text import PathLike, check_name, encode, error_about, show, tensor_named
 from .weight_file import WeightFile
@@ -138,7 +138,7 @@ def read_array(file: WeightFile, name: str, begin: int, size: int, *, entry: boo
         elif dtype.kind == "V" and dtype.names is None:
             reason += " (NumPy files lose bfloat16 and float8)"
         is_tensor = dtype.kind not in "OSU"
-        return unreadable(name, label, shape, reason, begin=begin, end=begin + size, is_tensor=is_tensor)
+        return unreadable(name, Unknown(label, shape, reason, is_tensor), begin, begin + size)
     data = begin + header_size
     end, left = data + math.prod(shape) * dtype.itemsize, begin + size - data
     if end != begin + size:

@@ -423,20 +423,10 @@ class Listing(NamedTuple):
     unknown: Unknown | None = None  # the entry cannot be read; row and shape describe its bytes
 
 
-def unreadable(
-    name: str,
-    label: str,
-    shape: tuple[int, ...],
-    reason: str,
-    *,
-    begin: int = 0,
-    end: int = 0,
-    is_tensor: bool = True,
-    is_missing: bool = False,
-) -> Listing:
-    """List an unreadable entry; see `Unknown`."""
-    row, unknown = dtypes.BY_NUMBER[lib.SL_UNKNOWN], Unknown(printable(label), shape, reason, is_tensor, is_missing)
-    return Listing(name, row, (end - begin,), begin, end, unknown=unknown)
+def unreadable(name: str, unknown: Unknown, begin: int = 0, end: int = 0) -> Listing:
+    """List an unreadable entry."""
+    unknown = unknown._replace(label=printable(unknown.label))
+    return Listing(name, dtypes.BY_NUMBER[lib.SL_UNKNOWN], (end - begin,), begin, end, unknown=unknown)
 
 
 # Types of the columns of a `ListedTable`.

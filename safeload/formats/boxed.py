@@ -410,7 +410,7 @@ def _listing(tensor: BoxedListing, boxed: BoxedTensor) -> Listing:
     begin, end = boxed.begin, boxed.begin + boxed.nbytes
     if tensor.unknown is None:
         return Listing(boxed.name, tensor.row, logical_shape(tensor.row, tensor.shape), begin, end)
-    return unreadable(boxed.name, *tensor.unknown[:3], begin=begin, end=end, is_tensor=tensor.unknown.is_tensor)
+    return unreadable(boxed.name, tensor.unknown, begin, end)
 
 
 class DataFolder(ExitStack):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..core import dtypes
 from ..core.arrays import array_fits
 from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest
-from ..core.table import ListedTable, Listing, unreadable
+from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about, show
 from ..core.weight_file import ByteReader
 from ..errors import FormatError, UnsupportedError
@@ -207,8 +207,8 @@ class MessagePackReader(ByteReader):
             if data + elements.size > end:
                 raise self.fault(f"an array of {elements.size} bytes reaches beyond the end", at_elements)
             self.position = data + elements.size
-            reason = f"is not a dtype of weights{hint}"
-            return unreadable("", show(name)[1:-1], shown, reason, begin=data, end=data + elements.size)
+            unknown = Unknown(show(name)[1:-1], shown, f"is not a dtype of weights{hint}")
+            return unreadable("", unknown, data, data + elements.size)
         lengths = self._shape([dim.value if dim.kind is _VALUE else None for dim in dims], row, begin)
         data = self.position
         expected = prod(lengths) * row.nbytes(1)
@@ -234,7 +234,7 @@ class MessagePackReader(ByteReader):
             raise self.fault("the chunks of an array must be arrays of one axis", begin)
         row, unknown = chunks[0].row, chunks[0].unknown
         if unknown is not None:
-            return unreadable("", unknown.label, tuple(shape), unknown.reason, begin=begin, end=begin)
+            return unreadable("", unknown._replace(shape=tuple(shape)), begin, begin)
         if any(chunk.row is not row for chunk in chunks):
             raise self.fault("the chunks of an array have several dtypes", begin)
         lengths = self._shape(shape, row, begin)

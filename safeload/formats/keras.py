@@ -110,7 +110,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     for full, name in names.items():
         dataset = structure.datasets[paths[full]]
         if isinstance(dataset, Unknown):
-            direct.append(unreadable(name, *dataset[:3], is_tensor=dataset.is_tensor))
+            direct.append(unreadable(name, dataset))
         elif dataset.begin is not None:
             end = dataset.begin + dataset.nbytes
             direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))

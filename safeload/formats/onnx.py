@@ -51,7 +51,7 @@ import numpy as np
 from ..core import dtypes
 from ..core.arrays import Array, array_fits
 from ..core.registry import MAX_RANK, Candidate, Content, OpenRequest, place_beside
-from ..core.table import ListedTable, Listing, unreadable
+from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about, plural, show
 from ..core.weight_file import ByteReader, WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
@@ -449,8 +449,8 @@ class OnnxModel(ByteReader):
             file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
             label = f"data type {tensor.data_type}" if type_ is None else type_.name
-            kind = {"is_tensor": type_ is None or bool(type_.code), "is_missing": tensor.file in self._missing}
-            listing = unreadable(tensor.name, label, tensor.dims, str(error), **kind)
+            kind = type_ is None or bool(type_.code), tensor.file in self._missing
+            listing = unreadable(tensor.name, Unknown(label, tensor.dims, str(error), *kind))
         if isinstance(listing, Listing):
             self.listings.setdefault(file, []).append(listing)
         else:

@@ -27,7 +27,7 @@ from ...core import dtypes
 from ...core.arrays import MAX_ARRAY, array_fits, c_strides
 from ...core.registry import MAX_RANK, Content, OpenRequest
 from ...core.runtime import paused
-from ...core.table import ListedTable, Listing, unreadable
+from ...core.table import ListedTable, Listing, Unknown, unreadable
 from ...core.text import error_about, plural, show
 from ...core.weight_file import WeightFile, open_temporary
 from ...errors import ForbiddenError, FormatError, LimitError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -492,7 +492,8 @@ class TensorPlaces:
                 shape = ()
             reason = "makes the tensor, and is unknown to safeload; save the values as a plain tensor"
             reason = storage if type(storage) is str else reason
-            return unreadable(name, tensor.pending, shape, reason, is_missing=reason.startswith("has no values"))
+            is_missing = reason.startswith("has no values")
+            return unreadable(name, Unknown(tensor.pending, shape, reason, is_missing=is_missing))
         type_ = tensor.dtype or storage.type
         if type_.code is None or tensor.pending is not None:
             return self._special(name, tensor, type_)
@@ -547,7 +548,7 @@ class TensorPlaces:
             return listing
         if not shape or listing.strides is not None:
             text = "with strides or without an axis cannot be represented by an array"
-            return unreadable(listing.name, row.code, shape, text, begin=listing.begin, end=listing.end)
+            return unreadable(listing.name, Unknown(row.code, shape, text), listing.begin, listing.end)
         return listing._replace(shape=(*shape[:-1], shape[-1] * 8 // row.bits))
 
     def _special(self, name: str, tensor: PickledTensor, type_: Global) -> Listing:
@@ -561,7 +562,7 @@ class TensorPlaces:
             reason = "with a pending conjugation or negation must be saved after resolve_conj() and resolve_neg()"
         else:
             return listing
-        return unreadable(name, label, listing.shape, reason, begin=listing.begin, end=listing.end)
+        return unreadable(name, Unknown(label, listing.shape, reason), listing.begin, listing.end)
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:
         if type(values) not in (tuple, list):
@@ -613,9 +614,9 @@ class ArrayPlaces:
         if dtype is None or dtype.row is None:
             label = "no dtype" if dtype is None else dtype.name
             is_tensor = _TEXTS.fullmatch(label) is None
-            return unreadable(name, label, array.shape, "is not a dtype of weights", is_tensor=is_tensor)
+            return unreadable(name, Unknown(label, array.shape, "is not a dtype of weights", is_tensor))
         if not array_fits(array.shape, dtype.itemsize):
-            return unreadable(name, dtype.name, array.shape, "elements need more bytes than any memory has")
+            return unreadable(name, Unknown(dtype.name, array.shape, "elements need more bytes than any memory has"))
         strides = None if array.order is None else _strides(array, dtype.itemsize)
         swapped = dtype.itemsize > 1 and len(array.raw) > 0
         begin = None if swapped and dtype.big_endian != self._big_endian else self._in_file(array.raw)
