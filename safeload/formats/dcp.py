@@ -39,7 +39,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -61,9 +60,9 @@ from . import zstd
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored, itemsize_of, logical_shape
 from .numbered import DCP_METADATA, DCP_RANK, DCP_SHARD, in_order
 from .torch.file import pickle_at, read_tables, run_pickle
-from .torch.globals import ALLOWED, CONTAINER, DTYPE, VALUE
+from .torch.globals import ALLOWED, CONTAINER, DTYPE
 from .torch.tensors import STAND_INS, Tree
-from .unpickle import Built, Fault, Global, describe
+from .unpickle import Global, Inert, class_of, describe
 
 
 def claims(candidate: Candidate) -> bool:
@@ -211,66 +210,24 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
 
 _MODULE = "torch.distributed.checkpoint.metadata."
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
-_PLANNER = "torch.distributed.checkpoint.planner."
 METADATA, TENSOR, BYTES = "Metadata", "TensorStorageMetadata", "BytesStorageMetadata"
+_MEGATRON = "MCoreMetadata"  # instead of `METADATA`
 CHUNK, PROPERTIES, INDEX = "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"
-STORAGE_INFO = "_StorageInfo"
+STORAGE_INFO, _ENCODING = "_StorageInfo", "_MEM_FORMAT_ENCODING"
 # Begins every ``.metadata``, in protocols 2 and 4.
 MARK = b"torch.distributed.checkpoint.metadata"
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Record(Built):
-    """An object of a dataclass: the name of its class and the state that the pickle sets."""
-
-    kind: str
-    state: Any = field(default_factory=dict)
-
-    def build(self, state: Any) -> None:
-        if type(state) not in (dict, tuple):
-            raise Fault(f"the state of a {self.kind} must be a dict or a tuple, got {describe(state)}")
-        self.state = state
-
-
-def _record(kind: str, name: str) -> Global:
-    def build(args: tuple[Any, ...]) -> Record:
-        if args:
-            raise Fault(f"{kind} takes no arguments, got {len(args)}")
-        return Record(kind)
-
-    return Global(name, CONTAINER, build)
-
-
-def _text(args: tuple[Any, ...]) -> Any:
-    """Make the text of a layout, or of a path from its parts."""
-    if any(type(part) is not str for part in args):
-        raise Fault("expected texts as arguments")
-    return "/".join(args)
-
-
-def _number(args: tuple[Any, ...]) -> Any:
-    if len(args) != 1 or type(args[0]) is not int:
-        raise Fault("a member of an enumeration takes its number")
-    return args[0]
-
-
+_PLANS = ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData", "WriteItemType")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+# Classes of the metadata, which become placeholders.
 RECORDS: dict[str, Global] = {
-    row.name: row
-    for row in (
-        *(_record(kind, _MODULE + kind) for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, "StorageMeta")),
-        _record(PROPERTIES, _OLD_MODULE + PROPERTIES),
-        _record(STORAGE_INFO, "torch.distributed.checkpoint.filesystem._StorageInfo"),
-        _record(METADATA, "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"),
-        *(_record(kind, _PLANNER + kind) for kind in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
-        _record("_StoragePrefix", "torch.distributed.checkpoint.filesystem._StoragePrefix"),
-        Global(_PLANNER + "WriteItemType", VALUE, _number),
-        *(Global(module + "_MEM_FORMAT_ENCODING", VALUE, _number) for module in (_MODULE, _OLD_MODULE)),
-        Global(_OLD_MODULE + "MEM_FORMAT_ENCODING", VALUE, _number),
-        *(
-            Global(f"{module}.{kind}", VALUE, _text, copies=True)
-            for module in ("pathlib", "pathlib._local")
-            for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-        ),
+    name: Global(name, CONTAINER, partial(Inert, name))
+    for name in (
+        *(_MODULE + kind for kind in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, "StorageMeta", _ENCODING)),
+        *(_OLD_MODULE + kind for kind in (PROPERTIES, _ENCODING, _ENCODING[1:])),
+        *(f"torch.distributed.checkpoint.filesystem.{kind}" for kind in (STORAGE_INFO, "_StoragePrefix")),
+        *(f"torch.distributed.checkpoint.planner.{kind}" for kind in _PLANS),
+        f"megatron.core.dist_checkpointing.strategies.torch.{_MEGATRON}",
+        *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in _PATHS),
     )
 }
 _TABLE = {**ALLOWED, **RECORDS}
@@ -347,10 +304,10 @@ class Description:
         """Run the pickle of a metadata file, and add its records."""
         pickled = pickle_at(file, 0, None, inert, _TABLE, whole=True)
         record, self._path, self._free = pickled.value, file.path, pickled.size
-        if type(record) is not Record or record.kind != METADATA:
+        if (kind := class_of(record)) not in (METADATA, _MEGATRON):
             raise FormatError(f"expected the Metadata of a checkpoint, got {describe(record)}", file.path, 0)
         self.named_globals |= dict.fromkeys(pickled.harmless, True) | dict.fromkeys(pickled.foreign, False)
-        fields = self._fields(record, METADATA, "the checkpoint")
+        fields = self._fields(record, kind, "the checkpoint")
         for label in ("state_dict_metadata", "storage_data"):
             if type(fields.get(label)) is not dict:
                 raise FormatError(f"{label} must be a dict, got {describe(fields.get(label))}", self._path)
@@ -364,12 +321,12 @@ class Description:
             if not isinstance(path, (tuple, list)) or any(type(step) not in (str, int) for step in path) or not path:
                 path = (name,)
             self.paths[name] = tuple(path)
-            if type(about) is Record and about.kind == BYTES:
+            if class_of(about) == BYTES:
                 place = places.get((name, None))
                 if place is None:
                     raise FormatError(f"value {show(name)} has no place in storage_data", self._path)
                 self.values.setdefault(name, place)
-            elif type(about) is Record and about.kind == TENSOR:
+            elif class_of(about) == TENSOR:
                 self._add_tensor(name, self._fields(about, TENSOR, name), places, pickled.size)
             else:
                 text = f"{show(name)} must be described as tensor or bytes, got {describe(about)}"
@@ -403,7 +360,7 @@ class Description:
 
     def _add_tensor(self, name: str, fields: dict[Any, Any], places: _Places, size: int) -> None:
         properties = fields.get("properties")
-        state = properties.state if type(properties) is Record and properties.kind == PROPERTIES else None
+        state = properties.state if type(properties) is Inert and class_of(properties) == PROPERTIES else None
         dtype = state[0] if type(state) is tuple and state else None
         if type(state) is dict:
             dtype = state.get("dtype")
@@ -434,9 +391,8 @@ class Description:
                 raise self._fault(name, f"the chunk at {list(offsets)} has no place in storage_data")
 
     def _fields(self, record: Any, kind: str, subject: str) -> dict[Any, Any]:
-        if type(record) is not Record or record.kind != kind or type(record.state) is not dict:
-            what = record.kind if type(record) is Record else describe(record)
-            raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {what}", self._path)
+        if type(record) is not Inert or class_of(record) != kind or type(record.state) is not dict:
+            raise FormatError(f"{show(subject)}: expected a {kind} with fields, got {describe(record)}", self._path)
         return record.state
 
     def _integers(self, values: Any, label: str, name: str) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ from .numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_mode
 from .torch.file import read_tensors
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, TensorPlaces, Tree
-from .unpickle import FROM_TYPE, Foreign, Inert, Unpickled, check_foreign, describe
+from .unpickle import FROM_TYPE, Inert, Unpickled, check_foreign, class_of, describe
 
 # Globals outside the allowlist that the files of FSDP and of ZeRO name; they become placeholders.
 _KNOWN_FSDP = re.compile(
@@ -231,17 +231,12 @@ def _parts(name: str, value: Any, rank: RankFile) -> Iterable[BoxedListing] | No
         return [rank.whole(rank.listing(name, value))]
     if type(value) is not Inert or value.name != FROM_TYPE:
         return None
-    kind = _kind(value.args[1])
+    kind = class_of(value.args[1])
     if kind == "DTensor":
         return [_dtensor(name, value, rank)]
     if kind == "ShardedTensor":
         return _sharded_tensor(name, value, rank)
     raise rank.unsupported(name, f"is a {show(kind or describe(value))}, which safeload does not know")
-
-
-def _kind(value: Any) -> str:
-    """Return the name of a class without its module, which has changed over time."""
-    return str(value.name.rpartition(".")[2]) if type(value) in (Inert, Foreign) else ""
 
 
 def _state(value: Any) -> Mapping[Any, Any]:
@@ -280,7 +275,7 @@ def _dtensor(name: str, value: Inert, rank: RankFile) -> BoxedListing:
     _check_order(spec.get("shard_order"), name, rank)
     offsets, lengths = [0] * len(shape), list(shape)
     for placement, parts, index in zip(placements, sizes, position, strict=True):
-        kind = _kind(placement)
+        kind = class_of(placement)
         if kind == "Replicate":
             continue
         dim = _state(placement).get("dim")

@@ -126,6 +126,11 @@ class Inert:
     state: Any = None  # set by BUILD
 
 
+def class_of(value: Any) -> str:
+    """Return the name of a placeholder without its module, which has changed over time; "" for other values."""
+    return str(value.name.rpartition(".")[2]) if type(value) in (Inert, Foreign) else ""
+
+
 class Fault(Exception):  # noqa: N818 - becomes a FormatError or `kind` once the position is known
     """A fault at the current opcode."""
 
