@@ -91,17 +91,8 @@ class ZipEntry(NamedTuple):
 # ---- the directory ----
 
 
-class End(NamedTuple):
-    """The end record of an archive."""
-
-    at: int  # first byte of the record; the directory must end there
-    entries: int  # number of entries in the directory
-    size: int  # of the directory in bytes
-    offset: int  # of the directory in the file
-
-
-def _read_end(file: WeightFile) -> End:
-    """Find the end record of an archive, which must end with the file."""
+def _read_end(file: WeightFile) -> tuple[int, int, int, int]:
+    """Return the place of an archive's end record; number of entries, size and place of the directory before it."""
     start = max(0, file.size - _END.size - 0xFFFF)
     tail = file.read_at(start, file.size - start)
     begin = tail.rfind(b"PK\x05\x06")
@@ -114,7 +105,7 @@ def _read_end(file: WeightFile) -> End:
         raise FormatError("the file continues after the zip archive's end", file.path)
     locator = file.read_at(at - _LOCATOR.size, _LOCATOR.size) if at >= _LOCATOR.size + _END64.size else b""
     if locator[:4] != b"PK\x06\x07":
-        return End(at, *small)
+        return at, *small
     record_at = at - _LOCATOR.size - _END64.size
     record = _END64.unpack(file.read_at(record_at, _END64.size))
     large = record[-3:]
@@ -129,11 +120,11 @@ def _read_end(file: WeightFile) -> End:
             raise FormatError(message, file.path, record_at)
     if disk or disks > 1:
         raise FormatError("the zip archive is divided among several disks", file.path, at - _LOCATOR.size)
-    return End(record_at, *large)
+    return record_at, *large
 
 
-def _read_entries(file: WeightFile, end: End) -> list[ZipEntry]:
-    data = file.read_at(end.offset, end.size)
+def _read_entries(file: WeightFile, offset: int, size: int) -> list[ZipEntry]:
+    data = file.read_at(offset, size)
     text, entries, at = str(data, "latin-1"), [], 0
     try:
         while at < len(data):
@@ -158,7 +149,7 @@ def _read_entries(file: WeightFile, end: End) -> list[ZipEntry]:
         fault = "is cut off"
     except UnicodeDecodeError:
         fault = "has a name that is not UTF-8"
-    raise FormatError(f"the zip archive's directory cannot be read: an entry {fault}", file.path, end.offset + at)
+    raise FormatError(f"the zip archive's directory cannot be read: an entry {fault}", file.path, offset + at)
 
 
 # ---- the entries ----
@@ -172,29 +163,29 @@ class Archive:
         self._used: dict[str, int] = {}  # first byte of each located entry
         self._window, self._window_at = b"", 0
         self._heads: dict[int, bytes] = {}  # by their offsets
-        path, end = file.path, _read_end(file)
-        if end.size > MAX_DIRECTORY:
-            text = f"the directory of the zip archive has {end.size} bytes, the limit is {MAX_DIRECTORY}"
+        path, (end, count, size, self._directory) = file.path, _read_end(file)
+        if size > MAX_DIRECTORY:
+            text = f"the directory of the zip archive has {size} bytes, the limit is {MAX_DIRECTORY}"
             raise error_about(LimitError, text, path=path)
         # zipfile shifts all offsets by the number of bytes before an archive. Some readers do not.
-        if end.offset + end.size != end.at:
-            message = f"the zip archive's directory must end at byte {end.at}, but it says {end.offset + end.size}: "
-            raise FormatError(message + "there are extra bytes before the archive, or within it", path, end.at)
-        entries, self._directory = _read_entries(file, end), end.offset
+        if self._directory + size != end:
+            message = f"the zip archive's directory must end at byte {end}, but it says {self._directory + size}: "
+            raise FormatError(message + "there are extra bytes before the archive, or within it", path, end)
+        entries = _read_entries(file, self._directory, size)
         self.entries: dict[str, ZipEntry] = {}
         for entry in entries:
             if self.entries.setdefault(entry.name, entry) is not entry:
                 raise FormatError(f"duplicate zip entry {show(entry.name)}", path, min(entry.at, file.size))
         small = self._directory <= len(self.entries) * _WINDOW
         self._step = _NEAR if file.remote else _BLOCK if small else _WINDOW
-        if end.entries != len(self.entries):
-            message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {end.entries}"
-            raise FormatError(message, path, end.at)
+        if count != len(self.entries):
+            message = f"the zip archive's directory has {len(self.entries)} entries, but its end says {count}"
+            raise FormatError(message, path, end)
         for entry in entries:
-            if entry.at >= end.offset:
+            if entry.at >= self._directory:
                 raise self._fault(entry.name, ": no local header at its offset")
         begins = [entry.at for entry in entries]
-        begin = min(begins, default=end.offset)
+        begin = min(begins, default=self._directory)
         if begin and not appended:  # else other bytes, such as a program, can precede the first entry
             raise FormatError(f"the zip archive's first entry begins at byte {begin}, not at 0", path, 0)
         self._check_apart(list(self.entries), begins, [entry.at + _LOCAL_SIZE + entry.packed for entry in entries])

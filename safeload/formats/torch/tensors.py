@@ -157,9 +157,9 @@ class Tree:
         links = _links(value)
         return _Node(value), links, iter(links)
 
-    def outside(self, named: Collection[int], limit: int = 1_000) -> Iterator[str]:
+    def outside(self, named: Collection[int]) -> Iterator[str]:
         """Iterate over the names of module tensors outside their state dicts, without those with an id in ``named``."""
-        for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), limit):
+        for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), 1_000):
             if id(tensor) not in named:
                 yield name
 
