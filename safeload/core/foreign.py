@@ -14,8 +14,8 @@ from .weight_file import WeightFile, open_without_table
 
 # Enough for tar's magic number at offset 257.
 HEAD_SIZE = 512
-# Largest header of a safetensors file.
-_HEADER_LIMIT = 100_000_000
+# Largest header of a safetensors file that csrc/formats/safetensors.c accepts, without its length.
+MAX_HEADER = 100_000_000
 # Shorter runs of zeros at the end of a file do not indicate an unfinished download.
 _MIN_ZEROS = 1024
 # Bytes to check at the beginning and at the end of a long run of zeros.
@@ -88,9 +88,7 @@ _FOREIGN = (
 def is_safetensors(head: bytes) -> bool:
     """Return True if a file can be safetensors: a header size within the limit, then JSON."""
     return (
-        len(head) > 8
-        and int.from_bytes(head[:8], "little") <= _HEADER_LIMIT
-        and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
+        len(head) > 8 and int.from_bytes(head[:8], "little") <= MAX_HEADER and head[8:].lstrip(b" \t\r\n")[:1] == b"{"
     )
 
 
@@ -233,7 +231,7 @@ def unfinished(file: WeightFile) -> FormatError | None:
     """Return the error for a file that has only zeros after some byte of its header, or None."""
     # An interrupted download leaves such a file if it was allocated first. The middle of a large file is not read.
     length = int.from_bytes(file.read_at(0, 8), "little")
-    head = file.read_at(0, min(8 + length, file.size) if length <= _HEADER_LIMIT else HEAD_SIZE)
+    head = file.read_at(0, min(8 + length, file.size) if length <= MAX_HEADER else HEAD_SIZE)
     begin = len(head.rstrip(b"\0"))
     if begin == len(head) or file.size - begin < _MIN_ZEROS:
         return None

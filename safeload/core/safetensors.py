@@ -17,6 +17,7 @@ from . import dtypes, native
 from .arrays import Array, array_over, check_mapping, not_an_array, refuse_masked
 from .atomic_file import AtomicFile, Piece, pieces_of, write_pieces, written_as_is
 from .files import WINDOW, LocalStore
+from .foreign import MAX_HEADER as MAX_HEADER
 from .jobs import read_small
 from .memory import ALIGNMENT
 from .native import Error, check, ffi, lib, pointer, short
@@ -32,8 +33,6 @@ from .weight_file import WeightFile
 _LENGTH = _UNIT = 8
 # Spaces that editable files have after their header, so that `safeload.edit` can change metadata without a new file.
 ROOM = 4096
-# The largest header that csrc/formats/safetensors.c accepts, without its length.
-MAX_HEADER = 100_000_000
 # For `window_for`: room and metadata, bytes of a tensor besides its name, and the largest estimate.
 _BASE, _ENTRY, _MOST = 2 * ROOM, 112, 1 << 20
 # The first request for a shard before its index has been read. With the head of the response it fits in ten TCP

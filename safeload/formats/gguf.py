@@ -350,6 +350,8 @@ _INTEGERS = (lib.SL_GGUF_I32, lib.SL_GGUF_U32, lib.SL_GGUF_I64, lib.SL_GGUF_U64)
 # Tensor names of transformers; names of llama.cpp begin with blk, token_embd, output.
 _HUGGING_FACE_NAME = r"(?a)^(model|transformer|lm_head|language_model)\.|\.(layers|h|layer)\.[0-9]"
 _OF_NUMBER = {**{kind: number for number, kind in NUMBERS.items()}, bool: lib.SL_GGUF_BOOL}
+# Letters of `struct`, which refuses numbers that do not fit.
+_LETTERS = {lib.SL_GGUF_BOOL: "?", **dict(zip(NUMBERS, "BbHhIiQqfd", strict=True))}
 _OF_DTYPE = {dtype: number for number, dtype in DTYPES.items()}
 
 
@@ -580,16 +582,10 @@ def _numbers(values: Sequence[Any]) -> tuple[int, bytes]:
         with np.errstate(over="ignore"):
             exact = all(math.isnan(value) or float(np.float32(float(value))) == float(value) for value in values)
         number = lib.SL_GGUF_F32 if exact else lib.SL_GGUF_F64
-    dtype = DTYPES[number]
     try:
-        with np.errstate(over="raise"):
-            if dtype.kind in "iu" and len(values):  # numpy before 2 lets integers wrap around
-                limits = np.iinfo(str(dtype))
-                if min(values) < limits.min or max(values) > limits.max:
-                    raise OverflowError
-            return number, np.array(values, dtype).tobytes()
-    except (OverflowError, FloatingPointError):  # a caller made the instance of a class of `NUMBERS`
-        raise SafeloadError(f"a number does not fit {dtype.name}") from None
+        return number, struct.pack(f"<{len(values)}{_LETTERS[number]}", *values)
+    except (OverflowError, struct.error):  # a caller made the instance of a class of `NUMBERS`
+        raise SafeloadError(f"a number does not fit {DTYPES[number].name}") from None
 
 
 def write(tensors: Mapping[str, Any], metadata: Mapping[Any, Any] | None, path: PathLike, **options: Any) -> None:

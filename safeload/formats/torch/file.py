@@ -19,7 +19,6 @@ torch.package writes a zip archive of code, data and pickles that share storages
    ``<top>/.data/ts_code/<id>/data.pkl``, and the tensors of that pickle take its place.
 
 Tensor names begin with "package/resource" if there are several pickles.
-"
 
 Before torch 1.6, and still as an option, torch.save wrote no zip archive:
 
