@@ -528,7 +528,8 @@ def _zero_step(folder: _Folder) -> list[str]:
 
 def _zero(folder: _Folder) -> list[str]:
     """Choose the first of ZeRO's model states if the folder also has the optimizer's."""
-    return numbered.zero_models(folder.names)[:1] if any(map(numbered.ZERO_OPTIMIZER.fullmatch, folder.names)) else []
+    names = folder.names
+    return in_order(numbered.ZERO_MODEL, names, 2, 1)[:1] if any(map(numbered.ZERO_OPTIMIZER.fullmatch, names)) else []
 
 
 def _gguf(folder: _Folder) -> list[str]:

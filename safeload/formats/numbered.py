@@ -39,11 +39,6 @@ def in_order(pattern: re.Pattern[str], names: Sequence[str], *groups: int) -> li
     return [match[0] for match in sorted(matches, key=lambda match: (*(int(match[k] or 0) for k in groups), match[0]))]
 
 
-def zero_models(names: Sequence[str]) -> list[str]:
-    """Return the files of ZeRO's model states, in the order of the processes."""
-    return in_order(ZERO_MODEL, names, 2, 1)
-
-
 class NumberedFiles(NamedTuple):
     """Files with numbers in their names: ``P-00001-of-00003.safetensors``."""
 

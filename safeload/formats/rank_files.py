@@ -54,7 +54,7 @@ from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, TensorNotFoundError, UnsupportedError
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, in_one_box, in_pieces
-from .numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order, zero_models
+from .numbered import FSDP_RANK, ZERO_MODEL, ZERO_OPTIMIZER, in_order
 from .torch.file import read_tensors
 from .torch.globals import SUBCLASS, PickledTensor
 from .torch.tensors import MAX_NAME_TEXT_A_BYTE, NAME_TEXT_FREE, TensorPlaces, Tree
@@ -377,7 +377,7 @@ class _Zero(RankFolder):
             text = "comes from tensor, pipeline or expert parallelism, which safeload does not join"
             advice = "convert the checkpoint to a universal one with DeepSpeed's ds_to_universal"
             raise self.error(UnsupportedError, f"{show(parallel[0])} {text}; {advice}")
-        self._models = zero_models(self.names)
+        self._models = in_order(ZERO_MODEL, self.names, 2, 1)
         if not self._models:
             raise MissingShardError("there are no files of model states (*_model_states.pt)", self.shown)
         self._stage3 = self._models[0].startswith("zero_pp_rank_")
