@@ -67,12 +67,8 @@ def nearest(text: str, names: Iterable[str]) -> list[str]:
     import difflib  # only here: at the top it would add a millisecond to `import safeload`
 
     text = text[:_COMPARED]
-    matcher = difflib.SequenceMatcher(None, b=text)
-    ratios = {}
-    for name in names:
-        if _digits(name) == _digits(text):
-            matcher.set_seq1(name)
-            ratios[name] = matcher.ratio()
+    comparable = [name for name in names if _digits(name) == _digits(text)]
+    ratios = {name: difflib.SequenceMatcher(None, name, text).ratio() for name in comparable}
     best = max(ratios.values(), default=0.0)
     close = [name for name, ratio in ratios.items() if ratio == best]
     return close if best >= _SIMILAR and len(close) == 1 else []
