@@ -458,13 +458,13 @@ def moved(offset):
 fault("a prefix that all offsets know of", "first entry begins at byte 40, not at 0", moved(40))
 
 
-def with_zip64(entries=None, size=None, offset=None, place=None, small=None):
+def with_zip64(entries=None, size=None, offset=None, place=None, small=None, disks=1):
     """With a ZIP64 record and its locator, one of their numbers another one."""
     _, _, _, _, count, length, at, _ = struct.unpack_from("<4s4H2IH", GOOD, END)
     count_64 = count if entries is None else entries
     large = (count_64, count_64, length if size is None else size, at if offset is None else offset)
     record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, *large)
-    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, END if place is None else place, 1)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, END if place is None else place, disks)
     return GOOD[:END] + record + locator + GOOD[END:][: None if small is None else 10] + (small or b"")
 
 
@@ -473,6 +473,7 @@ fault("ZIP64: another count", "its ZIP64 record says 1", with_zip64(entries=1))
 fault("ZIP64: another size", "ZIP64 record ", with_zip64(size=46))
 fault("ZIP64: another offset", "'s end says ", with_zip64(offset=3))
 fault("ZIP64: a locator that leads elsewhere", "not where its locator says", with_zip64(place=END - 1))
+fault("ZIP64: several disks", "divided among several disks", with_zip64(disks=2))
 fault(
     "ZIP64: a directory of gigabytes",
     "bytes, the limit is",
