@@ -40,10 +40,8 @@ _ONE = ".experts.{expert}."
 STACK = ".switch_mlp."
 # The block of Mixtral's experts in its files, and the experts' in transformers 5.
 _MIXTRAL_BLOCK, _NEW = ".block_sparse_moe.", ".mlp.experts."
-# The names of Mixtral's modules in mlx-lm and in transformers 5.
+# The names of Mixtral's modules in transformers 5.
 _RENAMED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-# mlx-lm divides the up-projection of latent attention by heads.
-_HEADS, _EMBED, _UNEMBED = ".self_attn.kv_b_proj.weight", ".self_attn.embed_q.weight", ".self_attn.unembed_out.weight"
 
 
 class Inner(NamedTuple):
@@ -69,7 +67,7 @@ def choose(config: Mapping[str, Any] | None, format: str | None, names: Collecti
     The schema of a format needs at least half of its tensors in the model.
     """
     families = _by_format(format, names) if config is None else _by_config(config)
-    return next((Choice(_with_expert_form(family, names), complete) for family, complete in families), None)
+    return next((Choice(_with_expert_form(family, config, names), complete) for family, complete in families), None)
 
 
 def choose_for_mlx(config: Mapping[str, Any]) -> tuple[Choice | None, Mapping[str, Any]]:
@@ -169,43 +167,35 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
 # ---- experts ----
 
 
-def _with_expert_form(family: FamilyFile, names: Collection[str]) -> Schema:
+def _with_expert_form(family: FamilyFile, config: Mapping[str, Any] | None, names: Collection[str]) -> Schema:
     """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
     schema = family.schema
     if _COUNT not in schema.counts:
         return schema
     places = {name: place for name, place in family.in_memory.items() if place.parts}
     stacks = tuple({place.name.rpartition(LAYER)[2] for place in places.values()})
-    fused, heads = (any(name.endswith(suffix) for name in names) for suffix in (stacks, _EMBED))
-    stacked = not fused and any(STACK in name for name in names)
+    fused = any(name.endswith(stacks) for name in names)
+    form = mlx_form(config) if not fused and any(STACK in name for name in names) else None
+    if form is not None:
+        return form.schema_of((config or {})["model_type"])
     # Mixtral under the names of transformers 5, in which llm-compressor stores experts one by one.
     modules = any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
     modules = modules and any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries)
-    if not (fused or stacked or heads or modules):
+    if not (fused or modules):
         return schema
-    count = schema.counts[_COUNT]
     entries: list[SchemaEntry] = []
     for entry in schema.entries:
         name, shape = entry.name, entry.shape
         block, one, module = name.partition(_ONE)
-        inner, _, suffix = module.partition(".")
-        if one and (stacked or modules):
-            inner = _RENAMED.get(inner, inner)
-            name = f"{block}{STACK}" if stacked else f"{block.replace(_MIXTRAL_BLOCK[:-1], '.mlp')}{one}"
-            name += f"{inner}.{suffix}"
-        if one and stacked and shape is not None:
-            shape = (count, *shape)
+        if one and modules:
+            inner, _, suffix = module.partition(".")
+            name = f"{block.replace(_MIXTRAL_BLOCK[:-1], '.mlp')}{one}{_RENAMED.get(inner, inner)}.{suffix}"
         if one and fused:
             if (place := places.get(entry.name)) is None or place.part or shape is None:
                 continue
             rows, columns = shape
             rows = f"{place.parts} * ({rows})" if place.parts > 1 else rows
-            name, shape = place.name, (count, rows, columns)
-        if heads and name.endswith(_HEADS):
-            stem = name.removesuffix(_HEADS)
-            sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim")
-            entries.append(entry._replace(name=stem + _EMBED, shape=sizes))
-            name, shape = stem + _UNEMBED, ("num_attention_heads", "v_head_dim", "kv_lora_rank")
+            name, shape = place.name, (schema.counts[_COUNT], rows, columns)
         entries.append(entry._replace(name=name, shape=shape))
     return replace(schema, entries=tuple(entries))
 
@@ -289,8 +279,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def vocabulary_sizes(config: Mapping[str, Any] | None) -> set[Any]:
     """Return the sizes of the vocabularies in the configs of a model and of the language model inside it."""
-    inner = [config or {}, *(value for key in LANGUAGE if isinstance(value := (config or {}).get(key), Mapping))]
-    return {part[VOCABULARY] for part in inner if isinstance(part.get(VOCABULARY), int)}
+    return {part[VOCABULARY] for part in _parts(config or {}) if isinstance(part.get(VOCABULARY), int)}
 
 
 def with_vocabulary(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
@@ -307,8 +296,12 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 def _tie_in(config: Mapping[str, Any]) -> bool | None:
     """Return the outermost value of `TIE`, or None."""
-    inner = [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
-    return next((value[TIE] for value in inner if isinstance(value.get(TIE), bool)), None)
+    return next((part[TIE] for part in _parts(config) if isinstance(part.get(TIE), bool)), None)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a config and those of the language model inside it."""
+    return [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
 
 
 # ---- tensor parallelism ----
