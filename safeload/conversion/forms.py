@@ -121,9 +121,10 @@ class LaidOut(NamedTuple):
 
 def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
     """Return the tensors of a model as a form has them, and what becomes of the others."""
+    stored_by_name, left_out = _own_names(catalog, config, form)
     if isinstance(form, MmprojForm):
-        return _laid_out_tower(catalog, config, form)
-    stored_by_name, left_out = _language_names(catalog, config, form)
+        recipes, _, _, unplaced = _placed(catalog, config, form, stored_by_name)
+        return LaidOut(recipes, None, left_out, [stored_by_name[name] for name in unplaced])
     outer = (catalog.config or {}).get("tie_word_embeddings")
     tied = outer if isinstance(outer, bool) else config.values.get("tie_word_embeddings", form.usually_tied)
     if form.tied and tied is not True and form.head in stored_by_name:
@@ -161,26 +162,6 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
             raise FormatError("some layers have fused experts and some do not", catalog.title)
     kinds = " ".join(dict.fromkeys(forms[key] for key in sorted(forms))) or None
     return LaidOut(recipes, kinds, left_out, unknown)
-
-
-def _laid_out_tower(catalog: Catalog, config: ModelConfig, form: MmprojForm) -> LaidOut:
-    """Return a vision tower in the layout of llama.cpp, without the language model."""
-    kept: dict[str, str] = {}
-    left_out: dict[str, list[str]] = {}
-    for name, stored in stored_names(catalog, catalog.title).items():
-        usual = _under_usual_name(name, config, form)
-        reason = next((why for text, why in {**form.left_out, **_LEFT_OUT}.items() if fnmatchcase(usual, text)), None)
-        if reason is None and not (usual.startswith(form.towers) or without_numbers(usual)[0] in form.targets):
-            reason = "vision part only"
-        if reason is not None:
-            left_out.setdefault(reason, []).append(stored)
-        elif usual in kept:
-            text = f"tensors {show(kept[usual])} and {show(stored)} are both {show(usual)}"
-            raise FormatError(text, catalog.title, tensor=stored)
-        else:
-            kept[usual] = stored
-    recipes, _, _, unplaced = _placed(catalog, config, form, kept)
-    return LaidOut(recipes, None, left_out, [kept[name] for name in unplaced])
 
 
 def _placed(
@@ -232,24 +213,26 @@ def counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
     return counts
 
 
-def _language_names(
-    catalog: Catalog, config: ModelConfig, form: GgufForm
-) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the stored names of the language model's tensors by those in the family's table, and the others' fate."""
-    multimodal = has_towers(catalog.config or {})
+def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the stored names of a form's tensors by those in the family's table, and the others' fate."""
+    towers = form.towers if isinstance(form, MmprojForm) else None
+    multimodal = towers is None and has_towers(catalog.config or {})
     result: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
     reasons = {**form.left_out, **_LEFT_OUT}
+    layers = None if form.kept_layers is None else config.integer(form.kept_layers)
     for name, stored in stored_names(catalog, catalog.title).items():
-        bare = name.replace(_LANGUAGE, "")
+        bare = name if towers is not None else name.replace(_LANGUAGE, "")
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
             left_out.setdefault("language model only", []).append(stored)
             continue
         bare = _under_usual_name(bare, config, form)
+        pattern, numbers = without_numbers(bare)
         reason = next((why for text, why in reasons.items() if fnmatchcase(bare, text)), None)
-        if form.kept_layers is not None and (numbers := without_numbers(bare)[1]):
-            layers = config.integer(form.kept_layers)
-            reason = f"{form.engine} has {layers} layers" if int(numbers[0]) >= layers else reason
+        if layers is not None and numbers and int(numbers[0]) >= layers:
+            reason = f"{form.engine} has {layers} layers"
+        if reason is None and towers is not None and not (bare.startswith(towers) or pattern in form.targets):
+            reason = "vision part only"
         if reason is not None:
             left_out.setdefault(reason, []).append(stored)
             continue
