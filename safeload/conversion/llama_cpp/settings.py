@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import chain, product
@@ -564,49 +564,31 @@ class Rope:
 # ---- the way back: the config of a file that another program wrote ----
 
 
-def number_at(catalog: Catalog, key: str) -> float | None:
-    """Return an int, or the shortest decimal number that an f32 stands for; None without the key."""
-    value = _value_at(catalog, key, "a number", lambda value: isinstance(value, (int, float)) and math.isfinite(value))
-    return _shortest(value) if isinstance(value, float) else None if value is None else int(value)
+def value_at(catalog: Catalog, key: str, kind: str = F32) -> Any:
+    """Return the value of a key that must be of a type of `_READ`, as Python has it; None without the key.
 
-
-def count_at(catalog: Catalog, key: str) -> int | None:
-    """Return an integer of at least 0, which can stand for every layer; None without the key."""
-    expected = "a number of at least 0 without a fraction"
-    value = _value_at(catalog, key, expected, lambda value: isinstance(value, int) and value >= 0)
-    return None if value is None else int(value)
-
-
-def flag_at(catalog: Catalog, key: str) -> bool | None:
-    """Return True or False; None without the key."""
-    value = catalog.metadata.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise FormatError(f"key {key} must be a bool, got {show(value)}", catalog.title)
-    return value
-
-
-def flags_at(catalog: Catalog, key: str) -> list[bool] | None:
-    """Return an array of bools as a list; None without the key."""
-    value = catalog.metadata.get(key)
-    if value is not None and not (isinstance(value, np.ndarray) and value.dtype == bool and value.size <= MAX_LAYERS):
-        raise FormatError(f"key {key} must be an array of bools, got {show(value)}", catalog.title)
-    return None if value is None else [bool(item) for item in value]
-
-
-def text_at(catalog: Catalog, key: str) -> str | None:
-    """Return a string; None without the key."""
-    text: str | None = _value_at(catalog, key, "a string", lambda value: isinstance(value, str))
-    return text
-
-
-_READERS: dict[str, Callable[[Catalog, str], Any]] = {U32: count_at, F32: number_at, BOOL: flag_at, BOOLS: flags_at}
-
-
-def _value_at(catalog: Catalog, key: str, expected: str, valid: Callable[[Any], bool]) -> Any:
+    A float is the shortest decimal number that an f32 stands for. An integer can be given for every layer.
+    """
     value = of_all_layers(catalog.metadata.get(key))
-    if value is not None and (isinstance(value, bool) or not valid(value)):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    fits, expected = {
+        U32: (number and isinstance(value, int) and value >= 0, "a number of at least 0 without a fraction"),
+        F32: (number, "a number"),
+        TEXT: (isinstance(value, str), "a string"),
+        BOOL: (isinstance(value, bool), "a bool"),
+        BOOLS: (
+            isinstance(value, np.ndarray) and value.dtype == bool and value.size <= MAX_LAYERS,
+            "an array of bools",
+        ),
+    }[kind]
+    if value is not None and not fits:
         raise FormatError(f"key {key} must be {expected}, got {show(value)}", catalog.title)
-    return value
+    if number:
+        return _shortest(value) if isinstance(value, float) else int(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+_READ = (U32, F32, BOOL, BOOLS)  # the types of keys that become a key of a config
 
 
 def _shortest(value: float) -> float:
@@ -617,7 +599,7 @@ def _shortest(value: float) -> float:
 
 def _whole_at(catalog: Catalog, key: str) -> int:
     """Return an integer, 1 for another number, or 0 without the key."""
-    value = number_at(catalog, key) or 0
+    value = value_at(catalog, key) or 0
     return 1 if isinstance(value, float) and not value.is_integer() else int(value)
 
 
@@ -641,10 +623,10 @@ def form_of(catalog: Catalog) -> GgufForm:
 def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a foreign file, and the settings that the file lacks."""
     config: dict[str, Any] = {"architectures": [form.class_name], "model_type": form.model_type}
-    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in _READERS):
+    for name, key in ((name, key) for name, key in form.keys.items() if key.config and key.types[0] in _READ):
         if key.config[0].startswith("rope.") or key.config[0] in form.computed:  # see `_add_rope` and `_computed`
             continue
-        value = _READERS[key.types[0]](catalog, f"{form.architecture}.{name}")
+        value = value_at(catalog, f"{form.architecture}.{name}", key.types[0])
         if value is not None and (value or name not in _NONE_IF_ZERO):
             texts = {written: text for text, written in key.values.items()}
             named = [texts.get(item, item) for item in value] if isinstance(value, list) else texts.get(value, value)
@@ -670,7 +652,7 @@ def config_of(catalog: Catalog, form: GgufForm) -> tuple[dict[str, Any], list[st
     for setting, (pattern, *values) in form.shown_by.items():
         config[setting] = values[any(fnmatchcase(each, pattern) for each in catalog)]
     for name, kind in _TOKENS.items():
-        number = number_at(catalog, f"tokenizer.ggml.{kind}_token_id")
+        number = value_at(catalog, f"tokenizer.ggml.{kind}_token_id")
         # llama.cpp has -1 for no token.
         config[name] = number if isinstance(number, int) and 0 <= number < config["vocab_size"] else None
     if form.query_scale_by_width is not None:
@@ -726,7 +708,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
     prefix = f"{form.architecture}.rope."
 
     def number(key: str, default: float) -> float:
-        value = number_at(catalog, prefix + key)
+        value = value_at(catalog, prefix + key)
         return default if value is None else value
 
     def head_dim() -> int:
@@ -734,14 +716,14 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         return size
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("freq_base", USUAL_BASE)}
-    kind = text_at(catalog, f"{prefix}scaling.type") or "none"
+    kind = value_at(catalog, f"{prefix}scaling.type", TEXT) or "none"
     if kind not in ("none", "linear", "yarn", "longrope"):
         text = f"rope scaling of type {show(kind)} is unknown; raw=True keeps the tensors"
         raise UnsupportedError(f"{catalog.title}: {text}")
     if kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": number("scaling.factor", 1.0)}
     if kind == "yarn":
-        stated = ((names[0], number_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
+        stated = ((names[0], value_at(catalog, f"{prefix}scaling.{key}")) for key, names in _YARN.items())
         rope[_ORIGINAL] = number("scaling.original_context_length", 0)
         rope |= {**{name: value for name, value in stated if value is not None}, "truncate": True}
     if "dynamic" in form.rope.types and kind == "none" and number("scaling.original_context_length", 0) == _STRETCHED:
@@ -753,7 +735,7 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
     for key, field in form.keys.items():
         names = [name.removeprefix("rope.") for name in field.config if name.startswith("rope.")]
         names = names if field.types[0] in (U32, F32) else []
-        value = number_at(catalog, f"{form.architecture}.{key}") if names else None
+        value = value_at(catalog, f"{form.architecture}.{key}") if names else None
         rope |= {name: _shortest(value / field.times) for name in names if value is not None}
     for key in [key for key in config if key.startswith("rope.")]:  # that llama.cpp assumes
         rope[key.removeprefix("rope.")] = config.pop(key)

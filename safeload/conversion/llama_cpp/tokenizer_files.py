@@ -12,9 +12,10 @@ import numpy as np
 from ...core.files import parse_json
 from ...core.text import encode, show
 from ...errors import FormatError
+from ...models.family import TEXT
 from ..catalog import Catalog
 from .sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED, VocabularyPiece, serialized
-from .settings import text_at
+from .settings import value_at
 from .tokenizer import (
     ADDS_BOS,
     CONFIG,
@@ -38,7 +39,7 @@ _MOST_SCORE = 1 << 127  # scores are f32
 
 def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list[str]]:
     """Return the files of a model's tokenizer, by name, and the settings that are not recovered."""
-    kind = text_at(catalog, f"{PREFIX}model")
+    kind = value_at(catalog, f"{PREFIX}model", TEXT)
     kept, config = kept_json(catalog, JSON), kept_json(catalog, CONFIG)
     if kind not in ("llama", "gpt2", "gemma4", "bert"):
         return {}, [f"the tokenizer, of type {show(kind)}"]
@@ -57,7 +58,7 @@ def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list
         if content is None:
             return {}, [f"the tokenizer, whose pre-tokenizer is {show(tokens.pre)}"]
         files[JSON] = _json_bytes(JSON, content)
-    template = text_at(catalog, "tokenizer.chat_template")
+    template = value_at(catalog, "tokenizer.chat_template", TEXT)
     if config is None:
         notes.append("settings of the tokenizer that llama.cpp has no key for")
         config = tokens.config(name)
@@ -86,7 +87,7 @@ class _Tokens:
     def __init__(self, catalog: Catalog, *, scored: bool) -> None:
         self._metadata, self._title = catalog.metadata, catalog.title
         self.scored = scored  # a vocabulary of SentencePiece
-        self.pre = text_at(catalog, f"{PREFIX}pre")
+        self.pre = value_at(catalog, f"{PREFIX}pre", TEXT)
         texts = self._metadata.get(TOKENS)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise FormatError(f"key {TOKENS} must be an array of strings", self._title)
