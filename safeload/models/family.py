@@ -350,19 +350,23 @@ class GgufForm:
     @property
     def embedding(self) -> str:
         """The published name of the embedding without its prefix."""
-        name: str = next(iter(self.layouts["token_embd.weight"]))
-        usual = self._family.get("prefixes", ("",))[0]
+        name, usual = self._origin("token_embd.weight"), self._family.get("prefixes", ("",))[0]
         return name.removeprefix(usual) if usual and name.startswith(usual) else ".".join(name.split(".")[-2:])
 
-    @cached_property
+    @property
     def head(self) -> str:
         """The published name of the head."""
-        return next(iter(self.layouts.get("output.weight", ())), "lm_head.weight")
+        return self._origin("output.weight")
 
     @property
     def prefix(self) -> str:
         """The usual prefix of published names."""
-        return next(iter(self.layouts["token_embd.weight"])).removesuffix(self.embedding)
+        return self._origin("token_embd.weight").removesuffix(self.embedding)
+
+    def _origin(self, name: str) -> str:
+        """Return the first published tensor of a tensor in files of llama.cpp."""
+        origin = self._family["gguf"]["tensors"].get(name, {}).get("from", "lm_head.weight")
+        return origin if isinstance(origin, str) else next(iter(origin))
 
     def published_name(self, name: str) -> str:
         """Return a name as it stands in the table: with the usual prefix, and not as transformers has it in memory."""
@@ -446,21 +450,18 @@ class GgufForm:
 
     def sizes(self, metadata: Mapping[Any, Any], names: Iterable[str], tokens: int | None) -> dict[str, Any]:
         """Return the integers of a file's metadata, and lists by layer, under the names of its schema."""
-        values: list[tuple[str, Any]]
-        values = [(key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")) for key in self.keys]
-        numbers = ((key, of_all_layers(value)) for key, value in values)
-        integers = [(key, value) for key, value in numbers if isinstance(value, int) and not isinstance(value, bool)]
-        sizes: dict[str, Any] = {key: int(value) for key, value in integers}
-        for key, value in values:
-            items = value.tolist() if self.can_be_list(key) and hasattr(value, "tolist") else None
-            if isinstance(items, list) and len(items) <= MAX_LAYERS:
-                sizes[f"{key}_list"] = items
+        sizes: dict[str, Any] = {}
+        for key, fields in self.keys.items():
+            name, value = key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")
+            number, listed = of_all_layers(value), isinstance(value, np.ndarray)
+            if isinstance(number, int) and not isinstance(number, bool):
+                sizes[name] = int(number)
+            if listed and self.can_be_list(key) and len(value) <= MAX_LAYERS:
+                sizes[f"{name}_list"] = value.tolist()
+            if listed and fields.each_layer is not None:
+                sizes[name] = value.tolist()
         if tokens is not None:
             sizes["vocab_size"] = tokens
-        for key, fields in self.keys.items():
-            values_by_layer = metadata.get(f"{self.architecture}.{key}")
-            if fields.each_layer is not None and isinstance(values_by_layer, np.ndarray):
-                sizes[key.replace(".", "_")] = values_by_layer.tolist()
         # Some files have the projections of q, k and v in a single matrix.
         sizes["attn_qkv"] = int(any(name.endswith(".attn_qkv.weight") for name in names))
         return sizes
@@ -563,21 +564,6 @@ class MlxForm(GgufForm):
     @property
     def of_text(self) -> MlxForm:
         return self if self.text_family is None else family_files()[self.text_family].mlx
-
-    @property
-    def embedding(self) -> str:
-        embeddings = (name for name, role in self._published.items() if role == "embedding")
-        return ".".join(next(embeddings).split(".")[-2:])
-
-    @property
-    def prefix(self) -> str:
-        prefix: str = next(iter(self._family.get("prefixes", ("",))))
-        return prefix
-
-    @cached_property
-    def head(self) -> str:
-        heads = (name for name, role in self._published.items() if role == "head")
-        return next(heads, "lm_head.weight")
 
     @cached_property
     def _entries(self) -> dict[str, SchemaEntry]:

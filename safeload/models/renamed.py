@@ -192,10 +192,8 @@ def in_memory(class_name: str, model_type: str, names: Iterable[str], prefixes: 
         for rule in rules:
             if not rule.kind and (change := rule.apply(text)) is not None:
                 text = change[1][0]
-        alone, part, parts = text, 0, 0
-        for rule in stacks:
-            if not parts and (change := rule.apply(text)) is not None:
-                part, (text,), parts = *change, len(rule.pattern.groupindex)
+        alone = text
+        _, part, (text,), parts = _changed(stacks, text)
 
         def published(text: str, name: str = name, slots: Mapping[str, str] = slots) -> str:
             if name.startswith(prefixes[0]):
