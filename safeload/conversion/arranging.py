@@ -26,7 +26,7 @@ from ..quant.families import Preset, presets
 from ..quant.mlx import without_older_keys
 from ..quant.quantization import without_quantization
 from .catalog import Catalog, RestructuredCatalog
-from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_unknown, some_of
+from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_missing, refuse_unknown, some_of
 from .llama_cpp.settings import ModelConfig
 from .recipes import Move, TensorRecipe, TensorView
 from .rules import is_of_mlx, not_as_in_mlx
@@ -232,9 +232,5 @@ def from_mlx(catalog: Catalog) -> Catalog:
     inner = _for_engine(catalog, bare) if prefix else catalog
     settings = ModelConfig(config, catalog.title, form)
     recipes = published_recipes(inner, settings, form, SINGLE)
-    absent = (name for name in settings.expected(form.published, recipes) if name not in recipes)
-    missing = [name for name in absent if not any(place in inner for place in form.parts_of(name))]
-    if missing:
-        text = f"tensors are missing: the config needs {some_of(missing)}"
-        raise FormatError(text, catalog.title, tensor=missing[0])
+    refuse_missing(inner, recipes, settings, form)
     return RestructuredCatalog(inner, _with_dtypes(inner, recipes), metadata={"format": "pt"}, config=config)

@@ -366,6 +366,17 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
     return {name.removeprefix(prefix): recipe for name, recipe in recipes.items()}
 
 
+def refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: GgufForm) -> None:
+    """Refuse a file without tensors that transformers would fill with random numbers."""
+    absent = (name for name in config.expected(form.published, recipes) if name not in recipes)
+    parts = {name: form.parts_of(name) for name in absent if name != form.head or NAME_PREFIX not in catalog.metadata}
+    known = ((name, places) for name, places in parts.items() if places or form.leaves_out)
+    missing = [name for name, places in known if not any(place in catalog for place in places)]
+    if missing:
+        text = f"tensors are missing: the config needs {some_of(missing)}"
+        raise FormatError(text, catalog.title, tensor=missing[0])
+
+
 def _renamed(name: str, config: ModelConfig, form: GgufForm) -> str:
     """Return the published name of a tensor in a layer for which `laid_out` takes another name."""
     for begin, (place, layer) in form.renames.items():

@@ -95,35 +95,25 @@ class Arrangement(NamedTuple):
             for begin, end, factor in self.factors[:: -1 if self.inverse else 1]:
                 rows, step = array[begin:end], np.float32(factor)
                 (np.divide if self.inverse else np.multiply)(rows, step, out=rows)
-        if self.function is not None and not self.inverse:
-            array = _FUNCTIONS[self.function][0](array)
+        array = array if self.inverse else self._applied(array)
         array = array + np.float32(self.shift)
-        if self.function is not None and self.inverse:
-            inverse = _FUNCTIONS[self.function][1]
-            assert inverse is not None
-            array = inverse(array)
+        array = self._applied(array) if self.inverse else array
         return astype(np.ascontiguousarray(array), row.name, threads=threads)
 
-
-def _negative_exp(array: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return -np.exp(array.astype(np.float64)).astype(np.float32)
-
-
-def _log_of_negative(array: Array) -> Array:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.log(-array.astype(np.float64)).astype(np.float32)
+    def _applied(self, array: Array) -> Array:
+        """Return the function of values, computed in float64 and rounded once."""
+        if self.function is None:
+            return array
+        with np.errstate(all="ignore"):
+            values: Array = _FUNCTIONS[self.function, self.inverse](array.astype(np.float64))
+            return values.astype(np.float32)
 
 
-def _softplus(array: Array) -> Array:
-    values: Array = np.logaddexp(0, array.astype(np.float64)).astype(np.float32)
-    return values
-
-
-# Functions of values, with their inverse if such files have a way back; computed in float64 and rounded once.
-_FUNCTIONS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array] | None]] = {
-    "negative_exp": (_negative_exp, _log_of_negative),
-    "softplus": (_softplus, None),
+# Functions by name, and their inverse if such files have a way back.
+_FUNCTIONS: dict[tuple[str, bool], Callable[[Array], Array]] = {
+    ("negative_exp", False): lambda array: -np.exp(array),
+    ("negative_exp", True): lambda array: np.log(-array),
+    ("softplus", False): lambda array: np.logaddexp(0, array),
 }
 
 

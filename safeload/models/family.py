@@ -453,13 +453,13 @@ class GgufForm:
         sizes: dict[str, Any] = {}
         for key, fields in self.keys.items():
             name, value = key.replace(".", "_"), metadata.get(f"{self.architecture}.{key}")
-            number, listed = of_all_layers(value), isinstance(value, np.ndarray)
+            number, array = of_all_layers(value), value if isinstance(value, np.ndarray) else None
             if isinstance(number, int) and not isinstance(number, bool):
                 sizes[name] = int(number)
-            if listed and self.can_be_list(key) and len(value) <= MAX_LAYERS:
-                sizes[f"{name}_list"] = value.tolist()
-            if listed and fields.each_layer is not None:
-                sizes[name] = value.tolist()
+            if array is not None and self.can_be_list(key) and len(array) <= MAX_LAYERS:
+                sizes[f"{name}_list"] = array.tolist()
+            if array is not None and fields.each_layer is not None:
+                sizes[name] = array.tolist()
         if tokens is not None:
             sizes["vocab_size"] = tokens
         # Some files have the projections of q, k and v in a single matrix.

@@ -49,6 +49,7 @@ from ..forms import (
     has_towers,
     laid_out,
     published_recipes,
+    refuse_missing,
     refuse_unknown,
     some_of,
     text_form_of,
@@ -450,7 +451,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
     tokens = metadata.get(TOKENS)
     rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
-    _refuse_missing(catalog, recipes, settings, of_text)
+    refuse_missing(catalog, recipes, settings, of_text)
     if kept is None:
         _refuse_surplus(catalog, recipes, settings, of_text)
     recipes = _as_in_source(catalog, recipes)
@@ -475,16 +476,6 @@ def _as_in_source(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> dict
         code = next(iter(codes)) if len(codes) == 1 else None
         result[name] = recipe._replace(dtype=code) if code in _EXACT_IN_F32 else recipe
     return result
-
-
-def _refuse_missing(catalog: Catalog, recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: GgufForm) -> None:
-    """Refuse a file without tensors that transformers would fill with random numbers, though llama.cpp needs none."""
-    expected = (name for name in config.expected(form.published, recipes) if name not in recipes)
-    parts = {name: form.parts_of(name) for name in expected if name != form.head or NAME_PREFIX not in catalog.metadata}
-    missing = [name for name, places in parts.items() if places and not any(place in catalog for place in places)]
-    if missing:
-        text = f"tensors are missing: the config needs {some_of(missing)}"
-        raise FormatError(text, catalog.title, tensor=missing[0])
 
 
 def _refuse_surplus(catalog: Catalog, recipes: Iterable[str], config: ModelConfig, form: GgufForm) -> None:

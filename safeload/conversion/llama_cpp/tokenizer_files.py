@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -114,10 +114,7 @@ class _Tokens:
         """Return a ``tokenizer.json`` of WordPiece without vocabulary for a foreign file; None without its tokens."""
         if not {"bos", "sep", "unk"} <= self.ids.keys():
             return None
-        first, last, unknown = (self.texts[self.ids[kind]] for kind in ("bos", "sep", "unk"))
         flags = {key: self._metadata.get(f"{PREFIX}normalizer.{key}") for key in ("lowercase", "strip_accents")}
-        begin, end, second = ({"SpecialToken": {"id": k, "type_id": n}} for k, n in ((first, 0), (last, 0), (last, 1)))
-        a, b = ({"Sequence": {"id": name, "type_id": k}} for k, name in enumerate("AB"))
         special = {self.texts[k]: k for k, kind in enumerate(self.types) if kind == CONTROL}
         return {
             "version": "1.0",
@@ -129,16 +126,10 @@ class _Tokens:
                 "strip_accents": flags["strip_accents"], "lowercase": flags["lowercase"] is not False,
             },
             "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "post_processor": {
-                "type": "TemplateProcessing", "single": [begin, a, end], "pair": [begin, a, end, b, second],
-                "special_tokens": {
-                    text: {"id": text, "ids": [k], "tokens": [text]}
-                    for text, k in ((first, self.ids["bos"]), (last, self.ids["sep"]))
-                },
-            },
+            "post_processor": self._processing("bos A sep", "bos A sep B:1 sep:1"),
             "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
             "model": {
-                "type": "WordPiece", "unk_token": unknown, "continuing_subword_prefix": "##",
+                "type": "WordPiece", "unk_token": self.texts[self.ids["unk"]], "continuing_subword_prefix": "##",
                 "max_input_chars_per_word": 100, "vocab": special,
             },
         }  # fmt: skip
@@ -239,19 +230,26 @@ class _Tokens:
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
-        bos, usual = self.ids.get("bos"), self.pre in ADDS_BOS
-        if bos is None or not self._flag("add_bos_token", usual):
+        if "bos" not in self.ids or not self._flag("add_bos_token", self.pre in ADDS_BOS):
             return byte_level
-        text = self.texts[bos]
-        first = {"SpecialToken": {"id": text, "type_id": 0}}
-        a, b = ({"Sequence": {"id": name, "type_id": k}} for k, name in enumerate("AB"))
-        template = {
+        return {"type": "Sequence", "processors": [byte_level, self._processing("bos A", "bos A bos:1 B:1")]}
+
+    def _processing(self, single: str, pair: str) -> dict[str, Any]:
+        """Return a post-processor from templates for a text and for two, with the words of special tokens."""
+
+        def pieces(template: str) -> Iterator[dict[str, Any]]:
+            for word, _, number in (piece.partition(":") for piece in template.split()):
+                kind, name = ("Sequence", word) if word in "AB" else ("SpecialToken", self.texts[self.ids[word]])
+                yield {kind: {"id": name, "type_id": int(number or 0)}}
+
+        special = {self.texts[k]: k for word, k in self.ids.items() if word in single.split()}
+        tokens = {text: {"id": text, "ids": [k], "tokens": [text]} for text, k in special.items()}
+        return {
             "type": "TemplateProcessing",
-            "single": [first, a],
-            "pair": [first, a, {"SpecialToken": {"id": text, "type_id": 1}}, b],
-            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
+            "single": [*pieces(single)],
+            "pair": [*pieces(pair)],
+            "special_tokens": tokens,
         }
-        return {"type": "Sequence", "processors": [byte_level, template]}
 
     def config(self, name: str) -> dict[str, Any]:
         """Return a ``tokenizer_config.json`` for a foreign file."""
