@@ -486,15 +486,19 @@ class Maker:
     def encoded(self, source: str, decision: Decision) -> tuple[quantize.Encoding, dict[str, Array]]:
         """Quantize a weight for an engine at once: its parts that depend on values, by role."""
         encoding = self._encoding(source, decision, self._about(source).shape)
-        if decision.codes == MOVED:
-            return encoding, quantize.moved(encoding, self._catalog.coded(source), threads=self._threads)
-        largest, weights = self._largest(encoding, decision.partners), self._weights(source, encoding.row)
-        return encoding, quantize.encode(encoding, weights, largest=largest, threads=self._threads)
+        return encoding, self._parts(encoding, decision)
 
-    def _largest(self, encoding: quantize.Encoding, partners: tuple[str, ...]) -> float | None:
-        """Return the largest magnitude of the weights that share a global scale; None without such a scale."""
-        if packing.GLOBAL not in encoding.preset.parts:
-            return None
+    def _parts(self, encoding: quantize.Encoding, decision: Decision, **how: Any) -> dict[str, Array]:
+        """Move or make the parts of a weight that depend on values; ``how`` is for both functions."""
+        if decision.codes == MOVED:
+            return quantize.moved(encoding, self._catalog.coded(encoding.name), threads=self._threads, **how)
+        has_global = packing.GLOBAL in encoding.preset.parts
+        largest = self._largest(encoding, decision.partners) if has_global else None
+        weights = self._weights(encoding.name, encoding.row)
+        return quantize.encode(encoding, weights, largest=largest, threads=self._threads, **how)
+
+    def _largest(self, encoding: quantize.Encoding, partners: tuple[str, ...]) -> float:
+        """Return the largest magnitude of the weights that share a global scale."""
         names = partners or (encoding.name,)
         if names not in self._maxima:
             sharing = (encoding._replace(name=other, shape=self._about(other).shape) for other in names)
@@ -508,17 +512,14 @@ class Maker:
         if kept is not None:
             self._kept_bytes -= kept.nbytes
             return kept
-        how: dict[str, Any] = {"only_scales": role != packing.CODES, "threads": self._threads}
+        if role == packing.GLOBAL and decision.codes != MOVED:
+            largest = self._largest(encoding, decision.partners)
+            return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
+        how: dict[str, Any] = {"only_scales": role != packing.CODES}
         if role == packing.CODES:
             dtype, shape = encoding.stored(role)
             how["codes"] = self._codes.array(shape, dtype)
-        if decision.codes == MOVED:
-            parts = quantize.moved(encoding, self._catalog.coded(name), **how)
-        else:
-            largest = self._largest(encoding, decision.partners)
-            if largest is not None and role == packing.GLOBAL:
-                return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
-            parts = quantize.encode(encoding, self._weights(name, encoding.row), largest=largest, **how)
+        parts = self._parts(encoding, decision, **how)
         # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
         scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
         nbytes = sum(part.nbytes for part in scales.values())

@@ -411,26 +411,18 @@ def importance_by_name(
 
 def vectors_for(matrix: ImportanceMatrix, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
     """Return the importance of a matrix for each tensor to quantize that has one."""
-    vectors = {name: vector_for(matrix, name, shape) for name, shape in shapes.items()}
-    importance = {name: vector for name, vector in vectors.items() if vector is not None}
+    importance = {}
+    for name in filter(matrix.vectors.__contains__, shapes):
+        vector, columns, matrices = matrix.vectors[name], shapes[name][-1], math.prod(shapes[name][:-2])
+        if vector.size == columns * matrices:
+            importance[name] = vector.reshape(matrices, columns)
+        elif name not in mixtures.EMBEDDINGS:  # in which llama-quantize ignores such an entry
+            text = f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
+            raise FormatError(text + (f" in {matrices:,} matrices" if matrices > 1 else ""), matrix.path)
     if shapes and not importance:
         text = f"imatrix= {show(matrix.path)} has no entry for any of {plural(len(shapes), 'tensor')} to quantize"
         raise ValueError(f"{text}, such as {show(next(iter(shapes)))}")
     return importance
-
-
-def vector_for(matrix: ImportanceMatrix, name: str, shape: tuple[int, ...]) -> Array | None:
-    """Return the importance of a tensor's columns, or None if the matrix has no entry for it."""
-    vector = matrix.vectors.get(name)
-    if vector is None:
-        return None
-    columns, matrices = shape[-1], math.prod(shape[:-2])
-    if vector.size == columns * matrices:
-        return vector.reshape(matrices, columns)
-    if name in mixtures.EMBEDDINGS:
-        return None  # llama-quantize ignores such an entry
-    text = f"importance of {show(name)} has {vector.size:,} numbers, but the tensor has {columns:,} columns"
-    raise FormatError(text + (f" in {matrices:,} matrices" if matrices > 1 else ""), matrix.path)
 
 
 # ---- rules of engines ----
@@ -484,22 +476,22 @@ class EngineRules:
         if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
             self.kept = Kept(keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
-        self._mlx = mlx_form(config) if self.engine.stacks_experts else None
-        supported = schema is not None and model_type in engine_model_types()
-        if self.engine.stacks_experts:
-            supported = self._mlx is not None
+        for_mlx = self.engine.stacks_experts
+        self._mlx = mlx_form(config) if for_mlx else None
+        known = schema is not None and model_type in engine_model_types()
+        supported = self._mlx is not None if for_mlx else known
         self.rule = ""  # which weights are quantized if no family says so
-        if not supported and not chosen and isinstance(model_type, str) and not self.engine.stacks_experts:
+        if not supported and not chosen and isinstance(model_type, str) and not for_mlx:
             self.rule = "every matrix but norms, embeddings, head, routers"
             self.rule = f"no family known for {model_type}: {self.rule}" if schema is None else self.rule
         elif not supported and not chosen:
-            known = ", ".join(sorted(mlx_model_types() if self.engine.stacks_experts else engine_model_types()))
-            fault = f"does not support model_type {show(model_type)} (supported: {known}): "
+            types = ", ".join(sorted(mlx_model_types() if for_mlx else engine_model_types()))
+            fault = f"does not support model_type {show(model_type)} (supported: {types}): "
             if model_type is None:
                 fault = "needs a config.json with a model_type: pass the folder that has it, or "
             advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
             raise UnsupportedError(f"{preset.name} {fault}{advice}")
-        if chosen and self.engine.stacks_experts and changed_by_mlx(config) and not is_of_mlx(catalog):
+        if chosen and for_mlx and changed_by_mlx(config) and not is_of_mlx(catalog):
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self._prefix = "" if self._mlx is None else self._mlx.types[str(model_type)]
         self.schema = schema if supported or self.rule else None

@@ -570,7 +570,7 @@ def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -
         if not 0 < len(token) <= MAX_MERGED:
             raise files.fault(TEKKEN, f"token {rank} has {len(token):,} bytes, expected 1 to {MAX_MERGED:,}")
         ranks[token] = rank
-        result.put(count + rank, _letters(token), NORMAL)
+        result.put(count + rank, token.decode("latin-1").translate(_LETTERS), NORMAL)
     different = len({*result.texts[:count]}) + len(ranks)
     if different != rows:
         raise files.fault(TEKKEN, f"expected {rows} different tokens, got {different}")
@@ -601,10 +601,6 @@ def _ranked(files: TokenizerFiles, items: Any, key: str, count: int) -> Iterator
         if not isinstance(text, str):
             raise files.fault(TEKKEN, f"token {rank} must have its rank and a {key}, got {show(item)}")
         yield rank, text
-
-
-def _letters(token: bytes) -> str:
-    return token.decode("latin-1").translate(_LETTERS)
 
 
 # ---- pre-tokenizers ----

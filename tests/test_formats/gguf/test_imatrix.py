@@ -142,12 +142,11 @@ def test_sums_must_be_float32(folder):
 def test_a_vector_must_fit_its_tensor():
     content = of_entries(*(entry(name, 1, np.ones(6)) for name in (b"w", b"token_embd.weight")))
     matrix = mixtures.of_dat("m", content)
-    assert rules.vector_for(matrix, "other", (2, 6)) is None
-    assert rules.vector_for(matrix, "w", (3, 6)).shape == (1, 6)
-    assert rules.vector_for(matrix, "w", (2, 3, 3)).shape == (2, 3)
-    assert rules.vector_for(matrix, "token_embd.weight", (2, 8)) is None
+    vectors = rules.vectors_for(matrix, {"other": (2, 6), "w": (3, 6), "token_embd.weight": (2, 8)})
+    assert {name: vector.shape for name, vector in vectors.items()} == {"w": (1, 6)}
+    assert rules.vectors_for(matrix, {"w": (2, 3, 3)})["w"].shape == (2, 3)
     with pytest.raises(FormatError, match="importance of 'w' has 6 numbers, but the tensor has 8 columns"):
-        rules.vector_for(matrix, "w", (2, 8))
+        rules.vectors_for(matrix, {"w": (2, 8)})
 
 
 def test_missing_files(folder):
