@@ -365,14 +365,12 @@ class Catalog:
         origin, file, index = self._places[name]
         if file is None:
             return about_value(name, origin[name])
-        unknown = file.table.unknown.get(file.table.names[index]) if file.table.unknown else None
+        table, row = file.table, file.table.row(index)
+        unknown = table.unknown.get(table.names[index]) if table.unknown else None
         if unknown is not None:
-            begin, end = file.table.byte_range(index)
-            return TensorDescription(
-                name, unknown.label, unknown.shape, end - begin, file.table.row(index), False, unknown.label
-            )
-        row, shape, scale = file.table.row(index), file.table.shape(index), file.table.scales.get(index)
-        packed = file.table.packed.get(index)
+            begin, end = table.byte_range(index)
+            return TensorDescription(name, unknown.label, unknown.shape, end - begin, row, False, unknown.label)
+        shape, scale, packed = table.shape(index), table.scales.get(index), table.packed.get(index)
         if packed is not None:
             label = packed.packing.label
             return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)

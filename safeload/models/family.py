@@ -126,7 +126,7 @@ import numpy as np
 
 from ..core.files import read_data
 from ..core.forking import cached_property
-from ..core.text import show
+from ..core.text import show, similar
 from ..errors import exported, public
 from .diffusion import ARCHITECTURE, is_of_tower
 from .renamed import InMemory, in_memory
@@ -774,10 +774,8 @@ def load(name: Any) -> Schema:
     if name.endswith(".json") or not {"/", "\\"}.isdisjoint(name):
         advice = ": only built-in schemas are supported, no files"
     else:
-        import difflib  # imported here, because few calls need it
-
         plain = name.lower().replace("-", "_").replace(".", "_")
-        for close in difflib.get_close_matches(plain[:100], with_schema(), n=1):
+        for close in similar(plain[:100], [*with_schema()])[:1]:
             advice = f", did you mean {show(close)}?"
     raise ValueError(f"unknown schema {show(name)}{advice}; {_LISTED}")
 

@@ -290,11 +290,9 @@ def _in_blocks(
             if not applied and scale in beside:
                 ignored.append(name)
                 kind, beside = None, {}
+            elif (packed := catalog.packed(source := recipe.moves[0].source)) is not None:
+                precise += [name] if algorithm_of(packed, source) == "W4A16_NVFP4" else []
         result |= {name: recipe._replace(blocks=kind), **beside}
-        if kind == _SCALED:
-            source = recipe.moves[0].source
-            packed = catalog.packed(source)
-            precise += [name] if packed is not None and algorithm_of(packed, source) == "W4A16_NVFP4" else []
     if ignored:
         text = "%s: dequantized, because llama.cpp's %s ignores the factors of NVFP4: %s"
         warning(text, catalog.title, architecture, some_of(ignored))

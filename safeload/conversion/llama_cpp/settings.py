@@ -191,23 +191,25 @@ class ModelConfig:
         """
         parts = []
         for piece in pieces:
-            begin, end = self.integer(piece.get("begin", "0")), self.integer(piece.get("end", str(count)))
-            if not 0 <= begin <= end <= count <= _MAX_PLACES:
-                text = f"has {count:,} rows or columns, from which {begin:,} to {end:,} cannot be taken"
-                raise error_about(FormatError, text, path=self._title, tensor=name)
+            begin, end = self._range((piece.get("begin", "0"), piece.get("end", str(count))), count, name)
             sizes = self.shape(piece.get("split", ("-1",)), end - begin)
             if math.prod(sizes) != end - begin or min(sizes) < 0 or max(sizes) > _MAX_PLACES:
                 text = f"has {end - begin:,} rows or columns, which cannot be divided as {list(sizes)}"
                 raise error_about(FormatError, text, path=self._title, tensor=name)
             places = np.arange(begin, end).reshape(sizes)
             if "take" in piece:
-                axis, first, last = piece["take"][0], *map(self.integer, piece["take"][1:])
-                if not 0 <= first <= last <= sizes[axis]:
-                    text = f"has {sizes[axis]:,} rows or columns, from which {first:,} to {last:,} cannot be taken"
-                    raise error_about(FormatError, text, path=self._title, tensor=name)
-                places = places.take(np.arange(first, last), axis)
+                axis, *taken = piece["take"]
+                places = places.take(np.arange(*self._range(taken, sizes[axis], name)), axis)
             parts.append(places.transpose(piece.get("order", [*range(places.ndim)])).reshape(-1))
         return np.concatenate(parts)
+
+    def _range(self, ends: Sequence[str], count: int, name: str) -> tuple[int, int]:
+        """Return a range of the ``count`` places of an axis."""
+        begin, end = map(self.integer, ends)
+        if not 0 <= begin <= end <= count <= _MAX_PLACES:
+            text = f"has {count:,} rows or columns, from which {begin:,} to {end:,} cannot be taken"
+            raise error_about(FormatError, text, path=self._title, tensor=name)
+        return begin, end
 
     def number(self, value: Any, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MAX_F32:
@@ -739,12 +741,13 @@ def _add_rope(config: dict[str, Any], catalog: Catalog, form: GgufForm) -> None:
         rope |= {name: _shortest(value / field.times) for name in names if value is not None}
     for key in [key for key in config if key.startswith("rope.")]:  # that llama.cpp assumes
         rope[key.removeprefix("rope.")] = config.pop(key)
-    if "rope_freqs.weight" in catalog and "proportional" in form.rope.types:
+    if "rope_freqs.weight" in catalog:
         factors = _factors_in(catalog, "rope_freqs.weight")
-        rope.update(rope_type="proportional", partial_rotary_factor=(factors == 1).sum().item() / max(1, factors.size))
-    elif "rope_freqs.weight" in catalog:
-        factors = _factors_in(catalog, "rope_freqs.weight")
-        rope.update(rope_type="llama3", factor=_shortest(factors.max() if factors.size else 1.0), **_LLAMA_3)
+        share, largest = (factors == 1).sum().item() / max(1, factors.size), factors.max() if factors.size else 1.0
+        if "proportional" in form.rope.types:
+            rope |= {"rope_type": "proportional", "partial_rotary_factor": share}
+        else:
+            rope |= {"rope_type": "llama3", "factor": _shortest(largest), **_LLAMA_3}
     if "rope_factors_long.weight" in catalog and "rope_factors_short.weight" in catalog:
         rope["rope_type"] = "longrope"
         for name in ("long", "short"):
