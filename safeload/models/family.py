@@ -38,14 +38,8 @@ The fields of ``gguf``:
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
   the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
-- ``keys``: metadata keys without the architecture, each with the ``types`` that llama.cpp accepts, of which the first
-  is written; the keys of ``config`` that hold the value, in order of preference, ``a.b`` for b in the object a; a
-  ``default``; and ``optional``, with ``null`` if a config made from a file without the key must have null there. Or
-  ``value``, an integer expression over the config and the ``defaults`` of the family, while ``config`` is for the way
-  back; with ``each_layer``, the number of layers, it is an array, unless that is 0. ``when``: an expression, 0 for a
-  key that is not written. ``values``: what is written for each text. ``times``: a factor. ``size``: of a list that is
-  filled up with zeros.
-  Below ``rope.`` both find the parameters of rotations, wherever a config has them.
+- ``keys``: metadata keys without the architecture, each with the fields of `GgufKey`. Below ``rope.`` its ``config``
+  and ``value`` find the parameters of rotations, wherever a config has them.
 - ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
 - ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
   ``_epsilon``. Tensors are not checked without them.
@@ -67,12 +61,9 @@ The fields of ``gguf``:
 - ``computed``: keys of a config made from a file, each an expression over the sizes of the file, of which
   ``tensors.attn_v.weight`` is the number of layers with this tensor; or an object with this ``value``, which numbers an
   item of ``values``; with ``each_layer``, it is a list with an item for each of so many layers.
-- ``windows``: ``full_every``, the distance of layers without a sliding window, and the ``kind`` of the others in
-  ``layer_types``; ``written``, the key that says which layers have one; or ``ignored``, true if llama.cpp attends to
-  all positions. ``also_full``: items of ``layer_types`` for other layers without a sliding window.
 - ``query_scale_by_width``: layers of the model that it scales by the width of a head.
-- ``rope``: the fields of `GgufRope`. ``tied``: true if llama.cpp has no head of its own. ``shown_by``: values of a
-  config made from a file, by key: a tensor or a pattern, the value without it and the value with it.
+- ``rope``, ``windows``: the fields of `GgufRope` and `GgufWindows`. ``tied``: true if llama.cpp has no head of its own.
+  ``shown_by``: values of a config made from a file, by key: a tensor or a pattern, the value without it and with it.
 - ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
   ``end_of_turn_listed``: true if it is the first of several ends in ``generation_config.json``. ``end_of_text``: a
   token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
@@ -196,12 +187,12 @@ PLACE = "{}"
 class GgufKey(NamedTuple):
     """A metadata key."""
 
-    types: tuple[str, ...]
-    config: tuple[str, ...] = ()  # keys of the config, ``a.b`` for b in the object a
+    types: tuple[str, ...]  # that llama.cpp accepts; the first is written
+    config: tuple[str, ...] = ()  # keys with the value, in order of preference, ``a.b`` for b in the object a
     default: Any = None
-    optional: bool = False
+    optional: bool = False  # it is not written without a value
     null: bool = False  # a config made from a file without the key has null there
-    value: str | None = None  # an expression over the config in place of ``config``
+    value: str | None = None  # an integer expression over the config in place of ``config``, which is for the way back
     each_layer: str | None = None  # expression of the number of layers: an array of the value for each, unless it is 0
     when: str | None = None  # an expression; the key is not written if it is 0
     values: Mapping[str, Any] = MappingProxyType({})  # what is written for each text of the config

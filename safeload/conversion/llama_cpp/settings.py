@@ -184,11 +184,7 @@ class ModelConfig:
             raise self.fault(str(error)) from None
 
     def places(self, pieces: Iterable[Mapping[str, Any]], count: int, name: str) -> Array:
-        """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor.
-
-        A piece is the places from ``begin`` to ``end`` as an array of the axes ``split``, of which ``take`` keeps
-        [axis, begin, end], with its axes in another ``order``.
-        """
+        """Return for each place of an axis in llama.cpp the place among the ``count`` of the published tensor."""
         parts = []
         for piece in pieces:
             begin, end = self._range((piece.get("begin", "0"), piece.get("end", str(count))), count, name)
