@@ -939,15 +939,19 @@ def families() -> list[ModelFamily]:
         >>> [family.name for family in safeload.families() if family.gguf == "llama"]
         ['internlm3', 'llama', 'mistral', 'mixtral']
     """
-    listed = []
-    for name, family in family_files().items():
-        if family.variant_of is not None:
-            continue
-        gguf = family.gguf.architecture if family.in_gguf else ""
-        names = name, family.about, family.architectures, family.model_types
-        listed.append(
-            ModelFamily(
-                *names, family.has_schema, gguf, family.in_engines, family.in_mlx, bool(gguf), mmproj=family.in_mmproj
-            )
+    return [
+        ModelFamily(
+            name,
+            family.about,
+            family.architectures,
+            family.model_types,
+            schema=family.has_schema,
+            gguf=family.gguf.architecture if family.in_gguf else "",
+            engines=family.in_engines,
+            mlx=family.in_mlx,
+            way_back=family.in_gguf,
+            mmproj=family.in_mmproj,
         )
-    return listed
+        for name, family in family_files().items()
+        if family.variant_of is None
+    ]

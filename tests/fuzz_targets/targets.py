@@ -657,7 +657,8 @@ def tokenizer_json(data):
         files = tokenizer.TokenizerFiles(safeload.remote.Location(LOCAL, str(FOLDER)))
         with watched(), contextlib.suppress(ImportError):
             vocabulary = tokenizer.vocabulary_of(files, 64)
-            keys = dict(tokenizer.special_keys(files, settings.ModelConfig({}, "m"), vocabulary.texts))
+            config = settings.ModelConfig({}, "m", model_families.gguf_forms()["LlamaForCausalLM"])
+            keys = dict(tokenizer.special_keys(files, config, vocabulary.texts))
             require(len(vocabulary.texts) == len(vocabulary.types) == 64, "a token for each row")
             require(all(0 <= keys[key] < 64 for key in keys if key.endswith("_token_id")), "ids of tokens")
     except SafeloadError as error:

@@ -37,7 +37,7 @@ from ...models.family import (
     mmproj_form,
     without_numbers,
 )
-from ...models.schema import listed_in
+from ...models.schema import language_of, listed_in
 from ...quant.gguf import algorithm_of, block_type, numbers_in, tensor_scale
 from ...quant.quantization import without_quantization
 from ..catalog import Catalog, RestructuredCatalog
@@ -204,7 +204,7 @@ def tower_of(catalog: Catalog) -> tuple[ModelConfig, MmprojForm]:
     files = TokenizerFiles(_home(catalog))
     added = [*files.added_elsewhere, *files.added_in_json] if form.token_ids else []
     ids = {key: next((token.id for token in added if token.text == text), 0) for key, text in form.token_ids.items()}
-    inner = ModelConfig(whole, catalog.title, text_form).values
+    inner = language_of(whole) if text_form is None else ModelConfig(whole, catalog.title, text_form).values
     values = {**tower, "whole": whole, "text": inner, "processor": _processor(files), "token": ids}
     return ModelConfig(values, catalog.title, form), form
 

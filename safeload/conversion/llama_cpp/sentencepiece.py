@@ -127,12 +127,7 @@ def serialized(pieces: Sequence[VocabularyPiece], add_prefix: bool, ids: Mapping
 
 
 def _varint(number: int) -> bytes:
-    parts = bytearray()
-    while number > 0x7F:
-        parts.append(number & 0x7F | 0x80)
-        number >>= 7
-    parts.append(number)
-    return bytes(parts)
+    return bytes([number]) if number < 0x80 else bytes([number & 0x7F | 0x80]) + _varint(number >> 7)
 
 
 def _numbers(values: Mapping[int, int]) -> bytes:

@@ -97,15 +97,13 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 class ModelConfig:
     """The values of a ``config.json``, checked as they are read."""
 
-    def __init__(self, values: Mapping[str, Any], title: str, form: GgufForm | None = None) -> None:
-        self.values = language_of(values, form.nested if form is not None else {})
+    def __init__(self, values: Mapping[str, Any], title: str, form: GgufForm) -> None:
+        self.values = language_of(values, form.nested)
         self.whole = values  # also of the vision tower
         self._title = title
-        self._keys = form.keys if form is not None else {}  # of llama.cpp, which name the keys of the config
-        self._defaults = form.defaults if form is not None else {}
-        self._blocks = form.blocks if form is not None else "block_count"
-        self._rotates = form is None or bool(form.rope.types)
-        for key, usual in form.omitted.items() if form is not None else ():
+        self._form = form
+        self._keys = form.keys  # of llama.cpp, which name the keys of the config
+        for key, usual in form.omitted.items():
             name = "rope_scaling" if key == "rope_parameters" and "rope_scaling" in self.values else key  # older name
             if name not in self.values or (isinstance(usual, str) and self.values[key] is None):
                 with suppress(ConfigError):  # of a key that is missing too, which is refused under its own name
@@ -126,7 +124,7 @@ class ModelConfig:
     @cached_property
     def _expressions(self) -> Config:
         # Expressions find the settings of rotations below "rope", wherever they stand in a config.
-        return Config({**self.values, "rope": self.rope.full if self._rotates else {}}, self._defaults)
+        return Config({**self.values, "rope": self.rope.full if self._form.rope.types else {}}, self._form.defaults)
 
     def fault(self, text: str) -> FormatError:
         return FormatError(f"config.json: {text}", self._title)
@@ -154,8 +152,9 @@ class ModelConfig:
 
     def holds(self, condition: str) -> bool:
         """Return True if an expression is not 0, in every layer if it depends on the layer."""
-        layers = range(min(self.size(self._blocks), MAX_LAYERS)) if self._expressions.varies(condition) else (None,)
-        return all(self.integer(condition, layer) for layer in layers)
+        if not self._expressions.varies(condition):
+            return self.integer(condition) != 0
+        return all(self.integer(condition, layer) for layer in range(min(self.size(self._form.blocks), MAX_LAYERS)))
 
     def shape(self, expressions: Sequence[str], total: int) -> tuple[int, ...]:
         """Return a shape of so many values; "-1" is the size that is left."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -217,7 +217,7 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     """Return the metadata of a tokenizer, for an embedding with so many rows."""
     if files.tekken is not None:
         return _tekken_keys(files, files.tekken, rows)
-    vocabulary = _KINDS.get(form.tokenizer, vocabulary_of)(files, rows)
+    vocabulary = {"gemma4": _gemma4, "bert": _word_pieces}.get(form.tokenizer or "", vocabulary_of)(files, rows)
     if not form.add_space_prefix and files.model is not None:
         vocabulary.add_space_prefix = False
     keys = {**vocabulary.keys(), **dict(special_keys(files, config, vocabulary.texts))}
@@ -423,8 +423,8 @@ def _steps(step: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 # ---- byte-level BPE and WordPiece ----
 
 
-def _unscored(kind: str, files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> tuple[Vocabulary, list[int]]:
-    """Return a vocabulary without scores, and the token ids of the probe text."""
+def _unscored(kind: str, files: TokenizerFiles, model: Mapping[str, Any], rows: int) -> Vocabulary:
+    """Return a vocabulary without scores, with the pre-tokenizer that the token ids of the probe text show, or None."""
     result = Vocabulary(kind, rows)
     tokens = (*_vocab(files, model).items(), *((token.text, token.id) for token in files.added_in_json))
     for text, number in tokens:
@@ -435,7 +435,8 @@ def _unscored(kind: str, files: TokenizerFiles, model: Mapping[str, Any], rows: 
     parts = iter(decoded)
     for token in files.added_in_json:
         result.add(token if token.normalized else token._replace(text=next(parts)))
-    return result, ids
+    result.pre = pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
+    return result
 
 
 def _word_pieces(files: TokenizerFiles, rows: int) -> Vocabulary:
@@ -450,8 +451,8 @@ def _word_pieces(files: TokenizerFiles, rows: int) -> Vocabulary:
     for key in ("clean_text", "handle_chinese_chars"):
         if normalizer.get(key) is not True:
             raise files.unsupported(f"{JSON} has {key} {show(normalizer.get(key))}, but llama.cpp has true")
-    result, ids = _unscored("bert", files, model, rows)
-    result.pre = pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest(), "default")  # unused
+    result = _unscored("bert", files, model, rows)
+    result.pre = result.pre or "default"  # unused
     for k, (text, kind) in enumerate(zip(result.texts, result.types, strict=True)):
         if kind != CONTROL:
             result.texts[k] = text[2:] if text.startswith("##") else SPACE + text
@@ -479,17 +480,14 @@ def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) ->
     for step in _steps(content.get("normalizer"), "normalizers"):
         if step.get("type") != "NFC":
             raise files.unsupported(f"{JSON} has a normalizer {show(step.get('type'))}, which llama.cpp does not have")
-    result, ids = _unscored("gpt2", files, model, rows)
-    # llama.cpp's name by the token ids of the probe text, or else by the steps of the pre-tokenizer.
-    pre = pre_tokenizers()["by_hash"].get(hashlib.sha256(str(ids).encode()).hexdigest())
-    if pre is None:
+    result = _unscored("gpt2", files, model, rows)
+    if result.pre is None:  # llama.cpp's name by the steps of the pre-tokenizer
         steps, ignore_merges = _cuts(content.get("pre_tokenizer")), model.get("ignore_merges") is True
         choices = (row for row in pre_tokenizers()["by_steps"] if row["ignore_merges"] == ignore_merges)
-        pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
+        result.pre = next((row["name"] for row in choices if _cuts({"type": "Sequence", **row}) == steps), None)
         result.by_steps = True
-    if pre is None:
+    if result.pre is None:
         raise files.unsupported(f"{JSON} has a pre-tokenizer that llama.cpp does not have, or safeload does not know")
-    result.pre = pre
     result.merges = _spaced(_pairs(files, model))
     return result
 
@@ -780,7 +778,3 @@ def skeleton(files: TokenizerFiles) -> dict[str, str]:
     if files.config is not None:
         parts[CONFIG] = json.dumps(files.config, ensure_ascii=False)
     return parts
-
-
-# Kinds that a family can name.
-_KINDS: dict[str | None, Callable[[TokenizerFiles, int], Vocabulary]] = {"gemma4": _gemma4, "bert": _word_pieces}
