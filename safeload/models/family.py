@@ -671,22 +671,9 @@ class FamilyFile:
     @cached_property
     def in_memory(self) -> dict[str, InMemory]:
         """Where transformers has the published tensors, by the names of the schema."""
-        content = _merged(self.name)
-        prefixes, tensors = content.get("prefixes", ("",)), content.get("tensors", ())
-        kind = next(iter(self.architectures), ""), next(iter(self.model_types), "")
-        places = in_memory(*kind, (name.replace(PREFIX, prefixes[0]) for name in tensors), prefixes)
-
-        def with_prefix(text: str) -> str:
-            return PREFIX + text.removeprefix(prefixes[0])
-
-        result = {}
-        for name in tensors:
-            place = places.get(name.replace(PREFIX, prefixes[0]))
-            if place is not None and PREFIX in name:
-                place = place._replace(name=with_prefix(place.name), alone=with_prefix(place.alone))
-            if place is not None:
-                result[name] = place
-        return result
+        content, model_type = _merged(self.name), next(iter(self.model_types), "")
+        named = next(iter(self.architectures), ""), model_type, content.get("tensors", ())
+        return in_memory(*named, content.get("prefixes", ("",)))
 
     @cached_property
     def mlx(self) -> MlxForm:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..core.files import read_data
 from ..core.forking import cached_property
 from ..core.text import show
-from .schema import PLACEHOLDER, listed_in
+from .schema import PLACEHOLDER, PREFIX, listed_in
 
 _data = partial(read_data, __name__, "renamed.json")
 
@@ -179,13 +179,14 @@ _NUMBERS_FROM = 7_000_000
 def in_memory(class_name: str, model_type: str, names: Iterable[str], prefixes: Sequence[str]) -> dict[str, InMemory]:
     """Return where a class of transformers has published tensors, by their names with placeholders for numbers.
 
-    Names that it keeps are left out. Of a family's ``prefixes``, names have the first.
+    Names that it keeps are left out. Of a family's ``prefixes``, names have the first, or the placeholder.
     """
     rules = [*_rules({"architectures": [class_name], "model_type": model_type})]
     stacks = [rule for rule in rules if rule.kind == _STACK]
     result = {}
     for name in names if rules else ():
-        text, slots = name, dict[str, str]()
+        begin = PREFIX if name.startswith(PREFIX) else prefixes[0]
+        text, slots = name.replace(PREFIX, prefixes[0]), dict[str, str]()
         while (slot := PLACEHOLDER.search(text)) is not None:
             slots[number := str(_NUMBERS_FROM + len(slots))] = slot[0]
             text = text.replace(slot[0], number, 1)
@@ -195,10 +196,10 @@ def in_memory(class_name: str, model_type: str, names: Iterable[str], prefixes: 
         alone = text
         _, part, (text,), parts = _changed(stacks, text)
 
-        def published(text: str, name: str = name, slots: Mapping[str, str] = slots) -> str:
-            if name.startswith(prefixes[0]):
+        def published(text: str, name: str = name, begin: str = begin, slots: Mapping[str, str] = slots) -> str:
+            if name.startswith(begin):
                 prefix = max((prefix for prefix in prefixes if text.startswith(prefix)), key=len, default=None)
-                text = text if prefix is None else prefixes[0] + text.removeprefix(prefix)
+                text = text if prefix is None else begin + text.removeprefix(prefix)
             for number, slot in slots.items():
                 text = text.replace(number, slot)
             return text
