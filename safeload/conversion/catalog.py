@@ -151,25 +151,19 @@ class Catalog:
         self._origins = tuple(origins)
         self.mapped = mapped
         self.rows: dict[str, Made] = {}  # of the tensors that are made, by name
-        self.checkpoints: list[Checkpoint] = []
-        self.files: list[str] = []
-        self.weight_files: list[WeightFile] = []
+        self.checkpoints = [origin for origin in origins if isinstance(origin, Checkpoint)]
+        self.files = [file for checkpoint in self.checkpoints for file in checkpoint.files]
+        self.weight_files = [file for checkpoint in self.checkpoints for file in checkpoint.weight_files]
         self.config: dict[str, Any] | None = None  # the first nonempty config
         # Activation scales: files hold them, but they are not tensors of the catalog.
         self.ignored: dict[str, Part] = {}
-        formats: set[str | None] = set()
-        for origin in origins:
-            formats.add(origin.format if isinstance(origin, Checkpoint) else None)
-            if isinstance(origin, Checkpoint):
-                self.checkpoints.append(origin)
-                self.files += origin.files
-                self.weight_files += origin.weight_files
-                self.ignored.update(origin.ignored)
-                if not self.config and origin.config is not None:
-                    self.config = origin.config
-            else:
-                for name in origin:
-                    check_name(name)
+        for checkpoint in self.checkpoints:
+            self.ignored.update(checkpoint.ignored)
+            if not self.config and checkpoint.config is not None:
+                self.config = checkpoint.config
+        for name in (name for origin in origins if not isinstance(origin, Checkpoint) for name in origin):
+            check_name(name)
+        formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
         title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
         self.title = title if len(origins) == 1 else f"{title} and {len(origins) - 1} more"  # for messages
         self.format = formats.pop() if len(formats) == 1 else None  # None for dicts and mixed formats

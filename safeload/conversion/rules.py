@@ -506,10 +506,6 @@ class EngineRules:
             return self._mlx.role(name.removeprefix(self._prefix))
         return None if self.schema is None else self.schema.role(name)
 
-    @property
-    def _knows_roles(self) -> bool:
-        return self._mlx is not None or self.schema is not None
-
     def plan(self, name: str, about: TensorDescription) -> Planned:
         if not about.floating and about.scheme is None:
             return Planned(None, f"is {about.dtype}, not floating")
@@ -585,7 +581,8 @@ class EngineRules:
         if self._mlx is None and is_named_conv1d(name) and conv1d_model(self._config) is not None:
             return _IS_CONV1D  # engines quantize linear modules, or these as [out, in]
         fused = _FUSED_EXPERTS.search(name) is not None or (bool(self.rule) and len(shape) == 3 and ".experts" in name)
-        role = self.role(name) if self._knows_roles else "weight"
+        knows_roles = self._mlx is not None or self.schema is not None
+        role = self.role(name) if knows_roles else "weight"
         if self.rule and (self.schema is None or role is None):
             roles = (role for role, pattern in _ROLES_BY_NAME.items() if pattern.search(name))
             role = next(roles, "weight" if fused or name.endswith(_WEIGHT) else "buffer")
@@ -598,7 +595,7 @@ class EngineRules:
             return IS_EXPERT
         if role is None:
             return None if fused else "is not in the schema of the model"  # `plan` refuses the axes of fused experts
-        if (self._knows_roles or self.rule) and len(shape) == 1:
+        if (knows_roles or self.rule) and len(shape) == 1:
             return "is 1-D, not 2-D"
         if self.rule and len(shape) != 2 and not fused:
             return f"is {len(shape)}-D, not 2-D"
