@@ -71,8 +71,7 @@ def text_form_of(
     catalog: Catalog, form: GgufForm, name: str | None, model_type: Any, end: str = "ForCausalLM"
 ) -> GgufForm:
     """Return the family of a language model without its towers: a class with a head and the given end."""
-    form = gguf_form({"model_type": model_type})[1] or form
-    form = form.of_text
+    form = (gguf_form({"model_type": model_type})[1] or form).of_text
     if not form.class_name.endswith(end):
         text = f"the file has the language model of {name}, which has no class of its own in transformers"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")

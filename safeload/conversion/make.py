@@ -815,14 +815,17 @@ def merged(
     return result
 
 
+# Where a base has the tensors that adapters change, by the key of a plan.
+_PLACES: dict[str, type[Any]] = {"apart": Apart, "divided": Divided, "renamed": str}
+
+
 def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     """Return the adapters of a catalog as plain data: a piece has too few tensors to fit them again."""
     if catalog.merge is None:
         return []
     merge, adapters = catalog.merge, []
-    apart = {name: place for name, place in merge.base.places.items() if isinstance(place, Apart)}
-    divided = {name: place for name, place in merge.base.places.items() if isinstance(place, Divided)}
-    renamed = {name: place for name, place in merge.base.places.items() if isinstance(place, str)}
+    items = merge.base.places.items()
+    places = {key: {name: place for name, place in items if isinstance(place, kind)} for key, kind in _PLACES.items()}
     for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
@@ -833,9 +836,7 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
                 "weight": adapter.weight,
                 "parameters": fit.parameters,
                 "transposed": sorted(fit.transposed),
-                "apart": apart,
-                "divided": divided,
-                "renamed": renamed,
+                **places,
                 "tied": merge.heads.pairs,
                 "untied": catalog.aliases,
             }
@@ -855,11 +856,8 @@ def reopened(
         weighted.append((paths[0] if len(paths) == 2 else paths[:-1], adapter["weight"]))
         fits.append(Fit(adapter["parameters"], frozenset(adapter["transposed"]), {}))
     base = adapters[0]  # all were fitted to one base
-    places = {
-        **base["renamed"],
-        **{name: Apart(*fields) for name, fields in base["apart"].items()},
-        **{name: Divided(*fields) for name, fields in base["divided"].items()},
-    }
+    tables = ((kind, base[key].items()) for key, kind in _PLACES.items())
+    places = {name: place if kind is str else kind(*place) for kind, table in tables for name, place in table}
     heads = {name: embedding for name, embedding in untied.items() if name in base["tied"]}
     added = {name: stored for name, stored in untied.items() if name not in heads}
     return _merged(

@@ -250,16 +250,17 @@ class ModelNames:
         places: dict[str, Place] = {}
         stacks: dict[str, dict[str, Stacked]] = {}
         joined: dict[str, dict[int, str]] = {}
+        place: Place
         for name, stored in self.stored.items():
             kind, source, targets, sources = changed[first.get(name, name)]
+            own = f".experts.{experts[name]}." if name in experts else _FIRST
             if kind == _STACK:
                 stack, targets = targets[0], [names[first.get(name, name)]]
                 if name in experts:
-                    alone = targets[0].replace(_FIRST, f".experts.{experts[name]}.", 1)
+                    alone = targets[0].replace(_FIRST, own, 1)
                     stacks.setdefault(stack, {})[alone] = Stacked(stack, int(experts[name]), source, sources)
             for number, text in enumerate(targets):
-                target = text.replace(_FIRST, f".experts.{experts[name]}.", 1) if name in experts else text
-                place: Place = stored
+                target, place = text.replace(_FIRST, own, 1), stored
                 if kind == _DIVIDE:
                     place = Divided(stored, number, len(targets))
                 elif kind == _JOIN and source not in joined.setdefault(target, {}):

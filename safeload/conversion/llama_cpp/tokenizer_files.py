@@ -46,8 +46,7 @@ def tokenizer_files(catalog: Catalog, name: str) -> tuple[dict[str, bytes], list
     tokens = _Tokens(catalog, scored=kind == "llama")
     if kind == "bert":
         tokens.restore_word_pieces()
-        kept = tokens.word_pieces() if kept is None else kept
-        if kept is None:
+        if kept is None and (kept := tokens.word_pieces()) is None:
             return {}, ["the tokenizer, whose special tokens have no ids"]
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -116,11 +115,7 @@ class _Tokens:
             return None
         flags = {key: self._metadata.get(f"{PREFIX}normalizer.{key}") for key in ("lowercase", "strip_accents")}
         special = {self.texts[k]: k for k, kind in enumerate(self.types) if kind == CONTROL}
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": self._added(),
+        return self._frame() | {
             "normalizer": {
                 "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
                 "strip_accents": flags["strip_accents"], "lowercase": flags["lowercase"] is not False,
@@ -212,11 +207,7 @@ class _Tokens:
         if row is None:
             return None
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": self._added(),
+        return self._frame() | {
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*row["pretokenizers"]]},
             "post_processor": self._processor(byte_level),
@@ -227,6 +218,10 @@ class _Tokens:
                 "ignore_merges": row["ignore_merges"],
             },
         }  # fmt: skip
+
+    def _frame(self) -> dict[str, Any]:
+        """Return the parts that all kinds of ``tokenizer.json`` have alike."""
+        return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": self._added()}
 
     def _processor(self, byte_level: dict[str, Any]) -> dict[str, Any]:
         """Return the post-processor, which puts the first token before a text."""
