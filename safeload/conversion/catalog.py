@@ -728,8 +728,8 @@ class RestructuredCatalog(Catalog):
         for move in recipe.moves:
             arrangement, item = move.arrangement or Arrangement(), move.written.item
             rows: Any = None if move.read.rows == slice(None) else move.read.rows
-            in_order = arrangement._replace(rows=None, inverse=False) == Arrangement()
-            if not in_order or move.read.transposed or move.written._replace(item=None) != TensorView():
+            only_rows = arrangement.columns is None and arrangement._replace(rows=None, inverse=False) == Arrangement()
+            if not only_rows or move.read.transposed or move.written._replace(item=None) != TensorView():
                 raise Immovable("its values are rearranged")
             if self.base.scheme(move.source) is None:
                 raise Immovable("a part of it is not quantized")

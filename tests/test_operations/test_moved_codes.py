@@ -287,6 +287,20 @@ def test_the_dtype_in_the_config_follows_the_scales(tmp_path):
 # ---- towards GGUF and from it ----
 
 
+def test_codes_do_not_move_if_columns_change_places(tmp_path):
+    pytest.importorskip("tokenizers")
+    model = llama_models.listed()["qwen3_5"]  # with columns of linear_attn.out_proj in another order
+    source = llama_models.write_folder(tmp_path / "source", model, llama_models.tensors_of(model))
+    safeload.convert(source, tmp_path / "first", quantize="w8a8", dtype="float16")
+    with pytest.raises(UnsupportedError, match="cannot move to q8_0: its values are rearranged") as caught:
+        safeload.convert(tmp_path / "first", tmp_path / "x.gguf", quantize="q8_0")
+    name = caught.value.tensor
+    report = safeload.convert(tmp_path / "first", tmp_path / "x.gguf", quantize="q8_0", requantize=True)
+    fates = report.summary.codes
+    assert fates["blk.0.ssm_out.weight"] == fates[name] == "rounded again from int8 row"
+    assert {fate for other, fate in fates.items() if "ssm" not in other} == {"codes of int8 row"}
+
+
 @pytest.mark.parametrize(("first", "scheme"), [("w4a16-g32", "q4_0"), ("w4a16_asym-g32", "q8_0"), ("w8a8", "q8_0")])
 def test_codes_move_to_llama_cpp_and_back(tmp_path, first, scheme):
     pytest.importorskip("tokenizers")
