@@ -627,13 +627,14 @@ class FamilyFile:
     def __init__(self, name: str) -> None:
         self.name = name
         own = read_data(__name__, f"families/{name}.json")
+        gguf = own.get("gguf", {})
         self.about: str = own["about"]
         self.architectures: tuple[str, ...] = own.get("architectures", ())
         self.model_types: tuple[str, ...] = own.get("model_types", ())
         self.formats: tuple[str, ...] = own.get("formats", ())
         self.keys: tuple[str, ...] = own.get("keys", ())
         # A variant has classes, types and schema of the family that it is like.
-        self.variant_of: str | None = own["like"] if "when" in own.get("gguf", {}) else None
+        self.variant_of: str | None = own["like"] if "when" in gguf else None
         self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
         self._parallel: Any = own.get("parallel")
         self.in_engines: bool = own.get("engines", False)
@@ -642,13 +643,11 @@ class FamilyFile:
         self.mlx_types: tuple[str, ...] = tuple(own.get("mlx", {}).get("types", self.model_types))
         self.in_gguf, self.in_mmproj = "gguf" in own, "mmproj" in own
         self.mmproj_classes: tuple[str, ...] = own.get("mmproj", {}).get("classes", ())
-        self.gguf_classes: tuple[str, ...] = own.get("gguf", {}).get("classes", ())
+        self.gguf_classes: tuple[str, ...] = gguf.get("classes", ())
         # Of language models, inside another model too.
-        self.gguf_types = {*self.model_types, own.get("gguf", {}).get("text_type")} - {None}
+        self.gguf_types = {*self.model_types, gguf.get("text_type")} - {None}
         # Otherwise llama.cpp runs it as the family that it is like.
-        self.names_architecture = (
-            self.in_gguf and "architecture" in own["gguf"] and own["gguf"].get("chosen_by") is None
-        )
+        self.names_architecture = "architecture" in gguf and gguf.get("chosen_by") is None
 
     @property
     def parallel(self) -> Mapping[str, tuple[str, Any]] | None:
