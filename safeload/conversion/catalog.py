@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from copy import copy
 from fnmatch import fnmatchcase
-from itertools import repeat
+from itertools import chain, repeat
 from operator import add, attrgetter, itemgetter, sub
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
@@ -161,7 +161,7 @@ class Catalog:
             self.ignored.update(checkpoint.ignored)
             if not self.config and checkpoint.config is not None:
                 self.config = checkpoint.config
-        for name in (name for origin in origins if not isinstance(origin, Checkpoint) for name in origin):
+        for name in chain.from_iterable(origin for origin in origins if not isinstance(origin, Checkpoint)):
             check_name(name)
         formats = {origin.format if isinstance(origin, Checkpoint) else None for origin in origins}
         title = origins[0].path if isinstance(origins[0], Checkpoint) else "dict"
