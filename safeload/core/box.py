@@ -113,10 +113,7 @@ def _of_matrix(file: WeightFile, packed: Packed, box: Box, target: dtypes.Dtype,
 
 
 def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int, int], list[Array]]:
-    """Return the blocks that hold a range of the stored rows and columns of a matrix, in memory.
-
-    Also their first row and column, and the arrays that own the memory.
-    """
+    """Return the blocks that hold a range of rows and columns, their first row and column, and their owners."""
     spec, stored = packed
     grid, zeros, parts, owner = spec.grid, spec.zeros, dict[str, Part](), list[Array]()
 

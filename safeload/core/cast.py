@@ -111,10 +111,7 @@ _MAX_PLANES = 1 << 14
 
 
 def _merged_axes(array: Array, itemsize: int) -> list[tuple[int, int, int]]:
-    """Return the array's axes, innermost first; axes are merged if C order visits them as a single axis.
-
-    An axis is its length, and the bytes between elements in the source and in the destination.
-    """
+    """Return length, source step and target step of axes, innermost first, merged if they are one in C order."""
     axes: list[tuple[int, int, int]] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         inner, *steps = axes[-1] if axes else (1, 0, itemsize)
@@ -126,10 +123,7 @@ def _merged_axes(array: Array, itemsize: int) -> list[tuple[int, int, int]]:
 
 
 def _jobs(array: Array, out: Array, source: int, target: int) -> list[Job] | None:
-    """Return jobs that copy an array of any strides to a C-contiguous array: a job per plane of two axes.
-
-    Columns are along the destination's memory if they fill cache lines. None for too many planes.
-    """
+    """Return jobs that copy any strides to C order, a job per plane of two axes; None for too many planes."""
     axes = _merged_axes(array, out.dtype.itemsize)
     begin, memory = array.__array_interface__["data"][0], address_of(out)
     if not axes or (len(axes) == 1 and axes[0][1] == array.dtype.itemsize):

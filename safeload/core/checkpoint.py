@@ -131,10 +131,7 @@ class TensorSlice:
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """Return a lazy tensor; ``dtype`` converts floating and packed tensors, and packed tensors default to float32.
-
-    The slice of a plain tensor is pickled with its file, that of a packed or quantized tensor with its checkpoint.
-    """
+    """Return a lazy tensor; packed ones are pickled with their checkpoint, and float32 if there is no ``dtype``."""
     file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
     read: Callable[[tuple[Any, ...]], Array]

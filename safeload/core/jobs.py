@@ -191,10 +191,7 @@ def run_jobs(
     done: int = 0,
     direct: bool = False,
 ) -> bool:
-    """Run jobs in groups with few open files and scales; return True if the system refused a direct read.
-
-    ``job`` returns the job at an index, for an error; ``done`` of the ``total`` bytes were moved before.
-    """
+    """Run jobs in groups with few open files and scales; return True if the system refused a direct read."""
     refused, room, begin = False, None, 0
     while True:
         end = _affordable(packed, begin) if packed else len(table)
@@ -237,10 +234,7 @@ def run_jobs(
 
 
 def _open(files: Sequence[JobFile], handles: dict[JobFile, int], each: int) -> int:
-    """Open files, at least one, of the first jobs that the budget and the system allow; return how many jobs.
-
-    ``each`` is the number of descriptors for a file: for direct reads it has a second handle.
-    """
+    """Open the files of the first jobs, as many as the budget and the system allow; return how many jobs."""
     for file in dict.fromkeys(files):
         if not isinstance(file, WeightFile):
             handles[file] = int(lib.SL_MEMORY) if file is None else file
@@ -268,10 +262,7 @@ def _open_direct(
 
 
 class Batch:
-    """Jobs to run together. Their memory must stay alive until they have run.
-
-    ``Origin.owner`` keeps the memory of a source alive; the caller keeps the rest.
-    """
+    """Jobs to run together. The caller keeps their memory alive, unless it is an ``Origin.owner``."""
 
     # Runs the jobs on remote files, and returns the other jobs. `remote.fetch` sets it, which `opening` imports.
     run_remote: ClassVar[Callable[[Sequence[Job], int, Callable[[int], object]], list[Job]]]
@@ -293,11 +284,7 @@ class Batch:
         self._results += (array for array in arrays if _SWAPS and array.dtype.itemsize > 1)
 
     def run(self, *, threads: int | None = None, progress: Progress = None) -> int:
-        """Run all jobs and return the number of bytes moved.
-
-        Files are opened if their descriptors were closed. If the process may not have enough descriptors, the jobs run
-        in groups with fewer files.
-        """
+        """Run all jobs, in groups if descriptors are few, and return the number of bytes moved."""
         jobs = self.jobs
         left = total = int(sum(map(_SIZE, jobs)))
         with reporter(progress, total) if progress else SILENT as report:
@@ -355,10 +342,7 @@ def run_columns(
     origin: Callable[[int], Origin | None] = lambda row: None,
     threads: int | None = None,
 ) -> None:
-    """Run an operation, by default a move, on ranges of local files: faster than a `Batch` if there are many.
-
-    Without ``origin``, the error of a value that cannot be quantized names no tensor.
-    """
+    """Run an operation, by default a move, on ranges of local files: faster than a `Batch` if there are many."""
     files, file, offsets, sizes, sources, targets = spans
     order = np.lexsort((offsets, file))
     table = np.zeros(len(order), JOB)
@@ -387,10 +371,7 @@ def _affordable(packed: Sequence[Any], begin: int) -> int:
 
 
 def _describe(values: Sequence[Any], column: Array, dtype: np.dtype[Any]) -> Any:
-    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run.
-
-    ``prepare`` of a value returns the fields of its struct; arrays stand for the addresses of their memory.
-    """
+    """Fill a column of jobs with the addresses of their descriptions, and return what must live until they have run."""
     distinct = {id(value): value.prepare() for value in values if value is not None}
     if not distinct:
         return None

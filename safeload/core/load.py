@@ -110,11 +110,7 @@ def load_tensors(
     mappings: dict[WeightFile, Any] | None = None,
     access: Access = "write",
 ) -> tuple[dict[str, Any], LoadStats]:
-    """Load tensors as arrays (or quantized tensors) by name, in their order.
-
-    "mmap" reads what cannot be a view: converted or unaligned tensors, or a mapping that the system refuses. Tensors
-    that share bytes share memory with every backend, unless they are converted. "read" makes all arrays read-only.
-    """
+    """Load tensors as arrays or quantized tensors, in order; those that share bytes share memory with any backend."""
     check_backend(backend)
     check_threads(threads)
     target = parse_target(dtype)
@@ -258,12 +254,7 @@ def deliver(
     threads: int | None = None,
     progress: Progress = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Return arrays (or quantized tensors) by name, in any order, and False if a view or direct read was refused.
-
-    Refused files are read through the page cache.
-
-    All arrays of ``out`` are checked before the first byte is written.
-    """
+    """Return arrays by name, in any order, and False if a view or direct read was refused; ``out`` is checked first."""
     if len(tensors) == 1 and target is None and out is None and progress is None:
         array = _single(tensors, view, mappings, threads)
         if array is not None:
@@ -430,10 +421,7 @@ POOL_SIZE = 16 << 20
 
 
 class Reads:
-    """Collect tensors, then read them in a single batch.
-
-    ``memory`` must return C-contiguous arrays, aligned to `ALIGNMENT` and without shared bytes.
-    """
+    """Collect tensors, then read them in a single batch; ``memory`` must align arrays to `ALIGNMENT`."""
 
     def __init__(
         self,
@@ -507,11 +495,7 @@ class Reads:
         self.batch.jobs.append(Job(*place, source, target, moving(source, target)))
 
     def _place(self, plan: ReadPlan, rows: Iterable[int]) -> None:
-        """Add jobs that read tensors into new memory: an array per large tensor, pools for small tensors.
-
-        Small tensors that are adjacent in the file are adjacent in the pool and share a job. Converted tensors share a
-        job only if they have the same dtype.
-        """
+        """Add jobs that read tensors into new memory; small neighbours in the file share a pool and a job."""
         sources, begins, ends = plan.sources, plan.begins, plan.ends
         least = 1 if self._memory is None else ALIGNMENT
         # By dtype: bits to be zero in an address, bytes of a block in file and memory, and the dtype if converted.
@@ -572,11 +556,7 @@ class Reads:
 
 
 class Block:
-    """A byte range that is read once, for all tensors that share it, into memory in which every member is aligned.
-
-    The member with the largest elements determines the alignment. Each member starts a whole number of its own elements
-    after the start of the storage, so members with equal or smaller elements are aligned too.
-    """
+    """A byte range that is read once for all tensors that share it, aligned for those with the largest elements."""
 
     def __init__(self, file: WeightFile, members: dict[str, ArraySpec], batch: Batch) -> None:
         self.members = members
@@ -617,11 +597,7 @@ class Block:
 
 
 def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
-    """Group the `STRIDED` tensors of a plan into blocks, and add the jobs that read the blocks.
-
-    Tensors that share bytes share memory and keep their strides, unless they are converted. All other tensors become
-    C-contiguous arrays of their own; plain ones (contiguous, little-endian, without aliases) are returned apart.
-    """
+    """Group `STRIDED` tensors into blocks with jobs, and return plain ones (contiguous, little-endian) apart."""
     rows = sorted(plan.of_way(STRIDED), key=plan.begins.__getitem__)
     sharing = overlap_groups([plan.begins[k] for k in rows], [plan.ends[k] for k in rows])
     groups: dict[tuple[int, int], dict[int, ArraySpec]] = {}

@@ -53,11 +53,7 @@ def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def private_array(shape: tuple[int, ...], dtype: np.dtype[Any], begin: int = 0) -> Array:
-    """Return a new array with undefined values, in huge pages if it is large.
-
-    A direct read fills a large array without a copy if the array begins at the offset within a page at which its tensor
-    begins in the file, which is ``begin`` modulo the page; the dtype's alignment may not allow it.
-    """
+    """Return a new array, in huge pages if large; direct reads need it at the place in a page that ``begin`` has."""
     size = dtype.itemsize
     for dim in shape:
         size *= dim

@@ -143,10 +143,7 @@ def Error() -> Any:  # noqa: N802 - makes a C struct, as a class would
 def check(
     status: int, error: Any, path: str | None = None, subject: str | None = None, *, tensor: str | None = None
 ) -> None:
-    """Raise the exception for a status; return if it is ``SL_OK``.
-
-    ``subject`` replaces the tensor in front of the core's message.
-    """
+    """Raise the exception for a status, if any; ``subject`` replaces the tensor in front of the message."""
     if status != lib.SL_OK:
         raise failure(status, error, path, subject, tensor=tensor)
 
@@ -186,8 +183,5 @@ def private_buffer(size: int) -> Any:
 
 
 def kept(memory: Any, free: Any, *arguments: int) -> Any:
-    """Return a pointer to memory that ``free(address, *arguments)`` frees with the last reference to the pointer.
-
-    It uses no globals, because free-threaded Python drops globals before the last arrays at exit.
-    """
+    """Return a pointer whose last reference frees the memory, without globals, which may be gone at exit."""
     return ffi.gc(memory, lambda it, cast=ffi.cast, kind=_ADDRESS: free(int(cast(kind, it)), *arguments))

@@ -544,10 +544,7 @@ class PartRows:
         return self._array
 
     def along(self, runs: Sequence[slice], length: int) -> Array:
-        """Return runs of the first axis, which is divided into ``length`` rows if it has another length.
-
-        A single run of a part in memory is a view.
-        """
+        """Return runs of the first axis, divided into ``length`` rows if need be; a single run in memory is a view."""
         divided = self.shape[:1] != (length,)
         shape = (self.size // max(1, length),) if divided else self.shape[1:]
         if self._array is not None:

@@ -615,10 +615,7 @@ def _claiming(recognise: Callable[[Format], bool]) -> Format | None:
 
 
 class Container(NamedTuple):
-    """A kind of archive whose members are weight files.
-
-    The module has ``enter(candidate, request) -> Opened``.
-    """
+    """A kind of archive whose members are weight files; the module has ``enter(candidate, request) -> Opened``."""
 
     kind: str  # completes "this is ..."
     matches: Callable[[bytes], bool]  # True if a file with these first bytes can be one

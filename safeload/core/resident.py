@@ -126,10 +126,7 @@ def _table(address: int | None, place: Sequence[Any]) -> Table:
 
 
 def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
-    """Return the tensors of a file in memory, in the order of their bytes, and its table, if it has several tensors.
-
-    Copies are writable; the tensors of small files share a copy.
-    """
+    """Return the tensors of a file in memory, in the order of their bytes, and its table, if it has several tensors."""
     view, address, size = _place(data)
     lone = Lone()
     table = short.sl_safetensors_brief(address, size, lone)
@@ -157,10 +154,7 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
 
 
 def views_of(table: Table, buffer: Any) -> dict[str, Array]:
-    """Return all tensors, by name in the order of their bytes, as views if they are aligned.
-
-    The arrays are writable if the buffer is.
-    """
+    """Return all tensors by name, in the order of their bytes, as views of the buffer if they are aligned."""
     if not table.plain:
         from .jobs import native_order  # only here: files of usual writers are plain
 

@@ -46,10 +46,7 @@ _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
 
 
 class Range(NamedTuple):
-    """Whole matrices of a packed tensor, or rows or columns of a single matrix.
-
-    Only flat codes, and codes with columns that are rows of the values, have ranges of columns.
-    """
+    """Whole matrices of a packed tensor, or rows or columns of a single matrix."""
 
     first: int  # first matrix
     matrices: int  # number of matrices
@@ -81,10 +78,7 @@ def ranges_of(packed: Packing) -> Iterable[Range]:
 
 
 def divided(packed: Packing, limit: int) -> Iterator[Range]:
-    """Divide a tensor into ranges of at most ``limit`` values, or of as few as can be dequantized separately.
-
-    A range is whole matrices or, if a matrix is larger than the limit, rows of its values. The first is the largest.
-    """
+    """Divide a tensor into ranges of up to ``limit`` values, or the least that works; the first is the largest."""
     rows, columns = packed.rows, packed.columns
     matrices = max(1, limit // max(1, rows * columns))
     if packed.flat:
@@ -352,10 +346,7 @@ def shared_fields(
 
 
 class CodeReader:
-    """The codes of a range. Its scales are read, checked and combined when the job runs.
-
-    ``begin`` and ``nbytes`` locate the codes, ``cost`` is the size of the arrays that `prepare` makes.
-    """
+    """The codes of a range. Its scales are read, checked and combined when the job runs."""
 
     # Few objects for the garbage collector: 100,000 experts have as many readers.
     __slots__ = (
@@ -751,10 +742,7 @@ def _table_of(numbers: str, bits: int) -> Array:
 def restore_jobs(
     packed: Packed, memory: int, target: int, name: str, *, owner: Any = None, ranges: Iterable[Range] | None = None
 ) -> list[Job]:
-    """Return the jobs that dequantize a tensor into memory.
-
-    ``owner`` keeps the memory of the parts alive; None for a file.
-    """
+    """Return the jobs that dequantize a tensor into memory; ``owner`` keeps parts in memory alive."""
     spec, row, made = packed.packing, dtypes.of_number(target), []
     origin = Origin(name, spec.shape, owner)
     for part in ranges_of(spec) if ranges is None else ranges:

@@ -77,10 +77,7 @@ def paused(count: int) -> AbstractContextManager[None]:
 
 
 def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
-    """Return tuples of texts and numbers; in a pause, many are made now and visited by the collector while young.
-
-    Otherwise it would visit these objects, and everything made of them, again and again.
-    """
+    """Return tuples of texts; in a pause, the collector visits them now, while young, and never again."""
     if count < _PAUSED_FROM:
         return tuples
     complete = list(tuples)

@@ -19,10 +19,7 @@ from .weight_file import WeightFile
 
 
 class Source(NamedTuple):
-    """Location of a tensor's values, in C order and little-endian: in memory or in a file.
-
-    It holds no descriptor, because a list of sources may have more files than a process may have descriptors.
-    """
+    """Location of a tensor's values, in C order and little-endian: in memory or in a file, without a descriptor."""
 
     name: str  # for messages; "" for a single array
     shape: tuple[int, ...]  # logical shape

@@ -105,10 +105,7 @@ def buffer_size(total: int, count: int | None = None, *, larger: int = 1) -> int
 
 
 class Ring:
-    """Buffers of equal size, each made by the thread that fills it first: pinning memory takes as long as reading it.
-
-    ``wait`` returns once the buffer of this number is free.
-    """
+    """Buffers of equal size, made by the threads that fill them: pinning memory takes as long as reading it."""
 
     def __init__(
         self,
@@ -150,10 +147,7 @@ def ring_for(total: int) -> Ring:
 def filled_ahead(
     tasks: Iterator[Task], ring: Ring, *, workers: int = 1, remote: bool = False, ordered: bool = True
 ) -> Generator[Filled]:
-    """Fill buffers while the caller uses earlier buffers; a single buffer is filled on request.
-
-    A buffer belongs to the caller until the next step.
-    """
+    """Fill buffers ahead, or a single buffer on request; a buffer belongs to the caller until the next step."""
     filling: Any
     if ring.count == 1:
         filling = (task.run() for task in tasks)
@@ -230,10 +224,7 @@ def _make(entry: Entry, threads: int | None) -> Filled:
 
 
 def staged_bytes(entries: Sequence[Entry], threads: int | None) -> Generator[tuple[int, int, bool]]:
-    """Read tensors ahead for a writer, unless there are few bytes: yield addresses and sizes in the order of the bytes.
-
-    True if all ranges so far must be used before the next step.
-    """
+    """Read tensors ahead for a writer: yield addresses, sizes, and True if all must be used before the next step."""
     for filled in staged(entries, ring_for(sum(entry.nbytes for entry in entries)), threads):
         base = address_of(filled.array)
         for piece in filled.pieces:
@@ -260,10 +251,7 @@ def fill_buffer(buffer: Array, spans: Spans, threads: int | None) -> int:
 
 
 def read_ahead(spans: Spans, threads: int | None) -> Generator[tuple[int, int]]:
-    """Read all spans in order, ahead of the consumer unless there are few bytes: yield addresses and sizes.
-
-    The next step may overwrite a range.
-    """
+    """Read all spans in order, ahead if they are large: yield addresses and sizes, valid until the next step."""
     total = int(spans.lengths.sum())
     if not total:
         return

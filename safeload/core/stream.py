@@ -299,11 +299,7 @@ _WASTE = 4
 
 
 class Recycler:
-    """Allocate arrays, and keep the memory of dropped arrays for new arrays.
-
-    Any thread may use it and drop its arrays. The owner should close it, because the arrays refer to it and may live
-    much longer than the owner.
-    """
+    """Allocate arrays, and reuse the memory of dropped arrays until `close`, on any thread."""
 
     def __init__(self, limit: int) -> None:
         self.used = 0  # bytes of arrays that count towards the limit

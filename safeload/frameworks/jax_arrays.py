@@ -150,10 +150,7 @@ def on_cpu(place: Place) -> bool:
 
 
 def partly_aliased(views: Sequence[NumpyArray], place: Any) -> bool:
-    """Return whether only some slices of an array would alias its memory: one alias would keep it all alive.
-
-    See `put` for the conditions of aliasing.
-    """
+    """Return whether only some slices of an array would alias its memory (see `put`), and keep it all alive."""
     if next(iter(place.device_set)).platform != "cpu":
         return False
     aligned = [view.flags.c_contiguous and view.__array_interface__["data"][0] % _ALIGNMENT == 0 for view in views]

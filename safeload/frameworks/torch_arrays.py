@@ -65,10 +65,7 @@ def from_table(table: Table, arrays: dict[str, Array]) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return CPU tensors over the memory of arrays, each with a storage of its own size.
-
-    The arrays must be writable. ``raw`` has torch's dtypes of arrays of raw bytes, see `raw_of`.
-    """
+    """Return CPU tensors over writable arrays, each with its own storage; ``raw`` is as in `raw_of`."""
     from_numpy, views = torch.from_numpy, _views
     tensors = {}
     for name, array in arrays.items():
@@ -83,10 +80,7 @@ def from_arrays(arrays: Mapping[str, Array], raw: Mapping[str, Any] | None = Non
 
 
 def from_array(array: Array, name: str, raw: Any = None) -> Any:
-    """Return a CPU tensor over the memory of an array, or over a copy if the array is read-only.
-
-    The array must not have negative strides. ``raw`` is torch's dtype of an array of raw bytes.
-    """
+    """Return a CPU tensor over an array, or over a copy if it is read-only; ``raw`` is torch's dtype of raw bytes."""
     view = (array.dtype, raw) if raw is not None else _views.get(array.dtype)
     if view is None:
         integers = None if array.dtype.char in _OF_NUMPY else _INTEGERS[array.dtype.itemsize]
@@ -145,10 +139,7 @@ def without_data(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
-    """Return the input of the safetensors writer for a dict of tensors.
-
-    ``keep`` receives objects that must live until everything is written.
-    """
+    """Return the input of the safetensors writer; ``keep`` receives objects that must live until all is written."""
     if isinstance(tensors, dict):  # a subclass can make its tensors when asked, and another thread can replace them
         tensors = dict(tensors.items())
     entries = _plain_memory(tensors)
@@ -168,10 +159,7 @@ def to_write(tensors: Any, keep: list[Any]) -> dict[str, Any]:
 
 
 def _plain_memory(tensors: Any) -> dict[str, Any] | None:
-    """Return the memory of plain contiguous tensors on the CPU, or None if any tensor needs the checks of `to_write`.
-
-    Tensors with disjoint addresses share no memory, so their storages need not be compared.
-    """
+    """Return the memory of plain CPU tensors with disjoint addresses, or None if any needs the checks of `to_write`."""
     if sys.byteorder != "little" or not isinstance(tensors, dict):
         return None
     entries: dict[str, Any] = {}
@@ -244,10 +232,7 @@ def check_tensors(tensors: Any) -> None:
 
 
 def memory_of(name: str, tensor: Any, keep: list[Any]) -> safetensors.TensorToWrite | Array | Lazy:
-    """Return the writer's input for a dense, contiguous tensor; a device tensor is copied when it is written.
-
-    A conjugate or negative bit is applied: the values that the tensor shows are saved.
-    """
+    """Return the writer's input for a contiguous tensor, as it shows values; a device tensor is copied when written."""
     row = row_of(name, tensor)
     if tensor.device.type != "cpu" and not row.packed:
         return Lazy(dtypes.array_dtype(row.number), tuple(tensor.shape), lambda: to_array(resolved(tensor.to("cpu"))))
@@ -389,10 +374,7 @@ def is_complete(tensor: Any) -> bool:
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
-    """Group names by shared memory; a tensor that shares none has its own group.
-
-    Tensors without memory (empty, or on the device "meta") are skipped.
-    """
+    """Group names by shared memory, without those of tensors without memory."""
     storages: dict[Any, set[str]] = {}
     for name, tensor in state_dict.items():
         device = tensor.device

@@ -135,11 +135,7 @@ def load(
     progress: Progress = None,
     copies: Copies | None = None,
 ) -> dict[str, Any]:
-    """Load tensors onto a device, by name and in the order of ``entries``.
-
-    Names of equal file bytes (tied weights) share memory; all other tensors have storages of their own. If anything
-    fails, nothing is left on the device.
-    """
+    """Load tensors onto a device, in order; tied weights share memory, and an error leaves nothing there."""
     copies = copies or Copies(device, device.type in ("cuda", "xpu"))
     tiny = sum(entry.end - entry.begin for entry in entries) < _SMALL * len(entries)
     with runtime.paused(len(entries) if tiny else 0):
