@@ -17,11 +17,11 @@ from .cast import astype
 from .jobs import Origin
 from .memory import private_array
 from .native import address_of
-from .packing import Packed, Part, Zeros
+from .packing import Packed, Part
 from .quantized_tensor import PartRows, QuantizedTensor, read_index, row_block, take_rows
-from .restore import by_columns, bytes_before, read_part, restore_jobs, settled, words_for
+from .restore import by_columns, bytes_before, groups_of, read_part, restore_jobs, settled, words_for
 from .slice import read_box as read_stored
-from .slice import read_byte_ranges
+from .slice import read_rows
 from .tensors import packed_of
 from .text import error_about
 from .weight_file import WeightFile
@@ -133,10 +133,11 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
             hold(role, whole.reshape(-1, pitch * size)[lines.start : lines.stop, own.start : own.stop])
             return
         origin = Origin(part.name, part.shape)
-        hold(role, read_byte_ranges(part.file, part.begin, pitch * size, lines, own, origin=origin))
+        hold(role, read_rows(part.file, part.begin, pitch * size, lines, origin=origin, window=own))
 
     upright = by_columns(spec) or spec.layout == packing.COLUMNS  # groups are of rows
-    groups = _groups(packed, upright)
+    groups = groups_of(grid, stored[packing.GROUPS], upright) if grid and packing.GROUPS in stored else None
+    vertical = zeros is not None and zeros.layout == packing.COLUMNS
     units = [1, 1]  # codes, along both axes, that are stored together or share a scale
     if spec.layout == packing.COLUMNS:
         units[0] = 32 // math.gcd(spec.bits, 32)
@@ -149,8 +150,8 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
         kept = [grid.rows == 1, grid.columns == 1]
         if groups is not None:
             kept[0 if upright else 1] = True
-        together = _zeros_together(zeros)
-        blocks = grid.row_block * together[0], grid.column_block * together[1]
+        in_word = 1 if zeros is None else zeros.word_codes or 32 // math.gcd(zeros.bits, 32)
+        blocks = grid.row_block * (in_word if vertical else 1), grid.column_block * (1 if vertical else in_word)
         units = [unit if keep else math.lcm(unit, size) for unit, keep, size in zip(units, kept, blocks, strict=True)]
     (top, bottom), (left, right) = (
         (part.start // unit * unit, min(total, -(-part.stop // unit) * unit))
@@ -175,7 +176,6 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
                 whole = read_part(stored[role])
                 part = stored[role]._replace(file=whole, begin=0, end=whole.size)
                 zeros, _ = settled(zeros, grid, part, 1)
-            vertical = zeros.layout == packing.COLUMNS
             codes, pitch = (rows, grid.columns) if vertical else (columns, words_for(zeros, grid.columns))
             first = codes.start // zeros.word_codes if zeros.word_codes else codes.start * zeros.bits // 32
             words = range(first, first + words_for(zeros, len(codes)))
@@ -196,22 +196,3 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
     shape = (right - left, bottom - top) if spec.transpose else (bottom - top, right - left)
     spec = spec._replace(shape=shape, rows=bottom - top, columns=right - left, row_bytes=ends[1] - ends[0])
     return Packed(spec._replace(grid=grid, zeros=zeros), parts), (top, left), owner
-
-
-def _groups(packed: Packed, upright: bool) -> Array | None:
-    """Return the group of each code along the grouped axis, or None if groups are blocks in order."""
-    part, grid = packed.parts.get(packing.GROUPS), packed.packing.grid
-    if part is None or grid is None:
-        return None
-    groups: Array = read_part(part).view(np.uint8).view("<i4")
-    in_order = np.arange(groups.size) // (grid.row_block if upright else grid.column_block)
-    unused = not upright and (groups == -1).all()
-    return None if unused or np.array_equal(groups, in_order) else groups
-
-
-def _zeros_together(zeros: Zeros | None) -> tuple[int, int]:
-    """Return the grid rows, and the grid columns, whose zero points share words."""
-    if zeros is None:
-        return 1, 1
-    codes = zeros.word_codes or 32 // math.gcd(zeros.bits, 32)
-    return (codes, 1) if zeros.layout == packing.COLUMNS else (1, codes)

@@ -302,6 +302,16 @@ def by_columns(packed: Packing) -> bool:
     return packed.transpose and packed.layout in (COLUMNS, WORDS)
 
 
+def groups_of(grid: Grid, part: Part, down: bool) -> Array | None:
+    """Return the group of each row or column of codes; None if groups are blocks in order, or not used."""
+    groups: Array = read_part(part).view(np.uint8).view("<i4")
+    block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
+    if not down and (groups == -1).all():  # allocated by the writer, and not used
+        return None
+    in_order = groups.size <= block * count and np.array_equal(groups, np.arange(groups.size) // block)
+    return None if in_order else groups
+
+
 def can_store(packed: Packing, grid: Grid, *, down: bool, grouped: bool) -> bool:
     """Return True if the core can convert the scales of a tensor as fast as it restores the codes."""
     if down:
@@ -584,18 +594,16 @@ class CodeReader:
         fields.update(stored or {"zeros": np.ascontiguousarray(read_numbers(zeros, grid, part, self._place, table))})
 
     def _groups(self, grid: Grid) -> Array | None:
-        groups = read_part(self._parts[packing.GROUPS]).view(np.uint8).view("<i4")
         down = self._down or self._packed.layout == packing.COLUMNS
-        if (groups == -1).all() and not down:  # allocated by the writer, and not used
+        groups = groups_of(grid, self._parts[packing.GROUPS], down)
+        if groups is None:  # blocks are faster
             return None
-        block, count = (grid.row_block, grid.rows) if down else (grid.column_block, grid.columns)
+        count = grid.rows if down else grid.columns
         bad = np.flatnonzero((groups < 0) | (groups >= count))
         if bad.size:
             raise self._fail(
                 f"column {int(bad[0])} is in group {int(groups[bad[0]])}, but there are {count} groups", packing.GROUPS
             )
-        if np.array_equal(groups, np.arange(groups.size) // block):  # blocks are faster
-            return None
         return np.ascontiguousarray(groups.astype(np.uint32))
 
     # ---- sparse codes ----

@@ -259,19 +259,14 @@ _ADVICE = "get_slice(name)[...] reads a range or a single row"
 
 
 def read_rows(
-    file: WeightFile, begin: int, pitch: int, positions: Array, *, origin: Origin, width: int | None = None
+    file: WeightFile, begin: int, pitch: int, rows: Array | range, *, origin: Origin, window: range | None = None
 ) -> Array:
-    """Return rows of ``pitch`` bytes, of each the first ``width`` or all; ``positions`` are ascending and distinct."""
-    count = int(positions[-1]) + 1 if len(positions) else 0
+    """Return rows of ``pitch`` bytes, or a range of the bytes of each; ``rows`` are ascending and distinct."""
+    count = int(rows[-1]) + 1 if len(rows) else 0
     records = ArraySpec(np.dtype(np.uint8), (count, pitch), begin, begin + count * pitch, 0, 0)
-    return _read_dense(file, records, [positions, range(pitch if width is None else width)], origin)
-
-
-def read_byte_ranges(file: WeightFile, begin: int, pitch: int, rows: range, window: range, *, origin: Origin) -> Array:
-    """Return a range of the bytes of each of some adjacent rows of ``pitch`` bytes."""
-    records = ArraySpec(np.dtype(np.uint8), (rows.stop, pitch), begin, begin + rows.stop * pitch, 0, 0)
-    # As positions, rows of a local file are read with gaps only if these are small.
-    return _read_dense(file, records, [rows if file.remote else np.arange(rows.start, rows.stop), window], origin)
+    if isinstance(rows, range) and not file.remote:  # positions are read with gaps only if these are small
+        rows = np.arange(rows.start, rows.stop)
+    return _read_dense(file, records, [rows, range(pitch) if window is None else window], origin)
 
 
 def read_box(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
@@ -284,7 +279,8 @@ def read_box(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
     (axis,), strides = cut, c_strides(layout.shape, layout.dtype.itemsize)
     window = range(box[axis].start * strides[axis], box[axis].stop * strides[axis])
     pitch, origin = strides[axis] * layout.shape[axis], Origin(file.table.names[tensor], layout.shape)
-    raw = read_byte_ranges(file, layout.begin, pitch, range(math.prod(layout.shape[:axis])), window, origin=origin)
+    rows = range(math.prod(layout.shape[:axis]))
+    raw = read_rows(file, layout.begin, pitch, rows, origin=origin, window=window)
     return jobs.native_order(raw.view(layout.dtype).reshape([part.stop - part.start for part in box]))
 
 
@@ -303,6 +299,6 @@ def rows_as_stored(file: WeightFile, index: int, positions: Array) -> Array:
         extent = layout.dtype.itemsize + reach
         if pitch < extent or 0 in layout.shape:
             return np.ascontiguousarray(read_slice(file, index, (Ellipsis,), TAKE)[positions])
-        raw = read_rows(file, layout.begin, pitch, positions, origin=origin, width=extent)
+        raw = read_rows(file, layout.begin, pitch, positions, origin=origin, window=range(extent))
         array = array_over(raw, layout.dtype, (len(positions), *layout.shape[1:]), 0, (extent, *strides)).copy()
     return jobs.native_order(byteswapped(array) if layout.big_endian else array)
