@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, overload
 
@@ -50,10 +49,12 @@ if TYPE_CHECKING:
 
     from .stream import LayerStream, Order, Out, TensorStream
 
+# Exact names of tensors; None for all.
+Names: TypeAlias = Iterable[str] | None
 # Indices of rows: integers, or a boolean mask.
 Rows: TypeAlias = Sequence[int] | Array
 
-__all__ = ["Checkpoint", "LayerStream", "TensorLike", "TensorSlice", "TensorStream", "load", "open"]
+__all__ = ["Checkpoint", "TensorLike", "TensorSlice", "load", "open"]
 
 # What shows quantized tensors under their logical names: imported here, because a child forked during a later import
 # would hang.
@@ -361,7 +362,10 @@ class Checkpoint(Mapping[str, TensorLike]):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Descriptions of the tensors by name: dtype, shape, file, byte range."""
         if self._tensors is None:
-            self._tensors = TensorInfos(infos_of(self.weight_files, self._where))
+            infos = {file: file.infos() for file in self.weight_files}
+            where = self._where
+            ordered = infos[self.weight_files[0]] if where is None else (infos[f][k] for f, k in where.values())
+            self._tensors = TensorInfos(zip(self, ordered, strict=True))
         return self._tensors
 
     @public
@@ -456,17 +460,15 @@ class Checkpoint(Mapping[str, TensorLike]):
 
         Args:
             names: exact names of the tensors to load; None loads all.
-            only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined
-                with ``names``.
+            only: shell pattern, or several, of the names to load; see `safeload.load`.
             drop: shell pattern, or several, of the names to skip.
             dtype: dtype to convert floating tensors and dequantize quantized tensors to, in the pass that reads them:
                 float64, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, as a name ("bf16"), a code or a type
                 of NumPy, ml_dtypes, torch or JAX. F4 and F6 tensors are decoded. Integer, bool and complex tensors keep
                 their dtype.
-            backend: "mmap" returns new copy-on-write views of tensors that are not converted. "pread" reads into
-                private memory on all cores, and should be used if another program may truncate the file. "direct" also
-                bypasses the page cache. "auto" chooses, and ``last_load`` says why. URLs are always read.
-            writable: False returns read-only arrays: views of read-only mappings, which no limit of memory counts.
+            backend: how to read, see `safeload.load`; "mmap" returns new views. "pread" should be used if another
+                program may truncate the file.
+            writable: False returns read-only arrays, see `safeload.load`.
             out: arrays to fill, by name. Each must be C-contiguous, have its tensor's dtype and shape, and share no
                 memory with another. All are checked before the first byte is written; if reading fails, some may be
                 partly filled.
@@ -497,7 +499,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     @overload
     def stream(
         self,
-        names: Iterable[str] | None = None,
+        names: Names = None,
         *,
         by_layer: Literal[False] = False,
         dtype: None = None,
@@ -506,7 +508,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     @overload
     def stream(
         self,
-        names: Iterable[str] | None = None,
+        names: Names = None,
         *,
         by_layer: Literal[False] = False,
         dtype: DtypeLike,
@@ -514,34 +516,19 @@ class Checkpoint(Mapping[str, TensorLike]):
     ) -> TensorStream[Array]: ...
     @overload
     def stream(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        by_layer: Literal[True],
-        dtype: None = None,
-        **options: Unpack[StreamOptions],
+        self, names: Names = None, *, by_layer: Literal[True], dtype: None = None, **options: Unpack[StreamOptions]
     ) -> LayerStream[TensorLike]: ...
     @overload
     def stream(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        by_layer: Literal[True],
-        dtype: DtypeLike,
-        **options: Unpack[StreamOptions],
+        self, names: Names = None, *, by_layer: Literal[True], dtype: DtypeLike, **options: Unpack[StreamOptions]
     ) -> LayerStream[Array]: ...
     @overload
     def stream(
-        self,
-        names: Iterable[str] | None = None,
-        *,
-        by_layer: bool,
-        dtype: None = None,
-        **options: Unpack[StreamOptions],
+        self, names: Names = None, *, by_layer: bool, dtype: None = None, **options: Unpack[StreamOptions]
     ) -> TensorStream[TensorLike] | LayerStream[TensorLike]: ...
     @overload
     def stream(
-        self, names: Iterable[str] | None = None, *, by_layer: bool, dtype: DtypeLike, **options: Unpack[StreamOptions]
+        self, names: Names = None, *, by_layer: bool, dtype: DtypeLike, **options: Unpack[StreamOptions]
     ) -> TensorStream[Array] | LayerStream[Array]: ...
     @public
     def stream(
@@ -655,16 +642,6 @@ class Checkpoint(Mapping[str, TensorLike]):
 
 
 # ---- for safeload's own modules ----
-
-
-def infos_of(
-    files: Sequence[WeightFile], where: Mapping[str, tuple[WeightFile, int]] | None
-) -> Iterable[tuple[str, TensorInfo]]:
-    """Return the name and description of each tensor of files."""
-    if where is None:
-        return zip(files[0].table.names, files[0].infos(), strict=True)
-    infos = {file: file.infos() for file in files}
-    return ((name, infos[file][index]) for name, (file, index) in where.items())
 
 
 def quantization_in(files: Iterable[WeightFile]) -> str | None:
@@ -984,9 +961,3 @@ def load(
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)
         how: Any = {"backend": backend, "writable": writable, "out": out, "threads": threads, "progress": progress}
         return load_from(names=names, only=only, drop=drop, dtype=dtype, **how)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("LayerStream", "TensorStream"):  # imported with the first stream
-        return getattr(import_module(".stream", __package__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
