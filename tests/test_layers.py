@@ -297,8 +297,8 @@ def test_the_core_names_the_rest_in_rows_of_the_registry_only():
     named = re.compile(r'"\.{1,2}[a-z_]+(?:\.[a-z_]+)+"|"\.\.[a-z_]+"|import_module\(')
     core = [path for path in PYTHON_FILES if CORE.fullmatch(module_name(path))]
     found = {module_name(path) for path in core if named.search(path.read_text(encoding="utf-8"))}
-    # `checkpoint` names a module of the core, the others optional packages.
-    assert found == {"core.registry", "core.checkpoint", "core.runtime", "core.text", "core.progress"}
+    # `text` and `progress` name optional packages.
+    assert found == {"core.registry", "core.runtime", "core.text", "core.progress"}
 
 
 def test_no_circle_inside_a_package():

@@ -476,9 +476,8 @@ class Checkpoint(Mapping[str, TensorLike]):
             progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
 
         Returns:
-            Arrays by name: aligned, and C-contiguous except for strided torch tensors, which are views. Quantized
-            tensors are `QuantizedTensor` unless ``dtype`` dequantizes them. BF16 and F8 tensors have ml_dtypes dtypes.
-            F4 and F6 tensors are raw uint8 unless ``dtype`` decodes them.
+            Arrays by name: aligned, and C-contiguous except for strided torch tensors, which are views. BF16 and F8
+            have ml_dtypes dtypes. Without ``dtype``, quantized tensors are `QuantizedTensor`, and F4 and F6 raw uint8.
 
         Raises:
             TensorNotFoundError: a name does not exist, or a pattern matches none.
@@ -552,10 +551,9 @@ class Checkpoint(Mapping[str, TensorLike]):
         Args:
             names: exact names of the tensors to stream; None streams all.
             by_layer: True yields (layer, {name: array}). A layer is the prefix of its tensors, such as
-                "model.layers.0"; all tensors outside layers come together, as layer "". A layer is whole, even if its
-                tensors are in several files, and comes at the place of its first tensor in ``order``. It needs the
-                memory of a layer besides ``ahead``.
-            only: shell pattern, or several, of the names to stream. Cannot be combined with ``names``.
+                "model.layers.0", or "" for all others. It is whole, even if its tensors are in several files, and comes
+                at the place of its first tensor in ``order``. It needs the memory of a layer besides ``ahead``.
+            only: shell pattern, or several, of the names to stream, instead of ``names``.
             drop: shell pattern, or several, of the names to skip.
             dtype: dtype to convert floating tensors and dequantize quantized tensors to, see `load`.
             ahead: limit on bytes of tensors that were read and not yet taken, as a number or text such as "1GiB". A
@@ -890,16 +888,13 @@ def load(
     code in a file is executed.
 
     Args:
-        path: a weight file, a folder of weight files, an ``index.json``, a URL of any of these, a file object opened in
-            binary mode (see `open`), or a list of files. The format is recognized by content, not by suffix.
+        path: a file, folder, ``index.json``, URL, binary file object or list of files, see `open`.
         names: exact names of the tensors to load; None loads all.
-        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``. Cannot be combined with
-            ``names``.
+        only: shell pattern, or several, of the names to load, such as ``"model.layers.0.*"``, instead of ``names``.
         drop: shell pattern, or several, of the names to skip.
         format: required format, such as "safetensors", "gguf" or "torch"; None accepts any.
         root: nested container to take tensors from, such as "state_dict", see `open`.
-        unknown_globals: how to treat a pickle that names classes or functions outside the allowlist: "refuse" it, or
-            read its tensors with "inert" placeholders for the unknown objects.
+        unknown_globals: how to treat a pickle that names objects outside the allowlist, see `open`.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.
         adapters: LoRA adapters (PEFT or MLX) to merge while loading: a path, a pair (path, weight), or a list of these,
             merged in order. Sums are computed in float32 and rounded once, to ``dtype`` or to the tensor's dtype.
@@ -932,13 +927,11 @@ def load(
     Raises:
         FormatError: a file breaks its format or ends too early; the message has path and byte.
         ForbiddenError: a pickle names globals outside the allowlist.
-        UnsupportedError: safeload does not support the format, a tensor or a conversion.
+        UnsupportedError: safeload does not support the format, a tensor or conversion, or the system ``cache="drop"``.
         TensorNotFoundError: a name or ``root`` does not exist, a pattern matches no name, or the checkpoint lacks a
             module of an adapter.
         VerificationError: a file differs or is not covered; there is nothing to verify against, or no key.
-        ValueError: an array in ``out`` does not fit, both ``names`` and ``only`` are given, a file object is closed, or
-            ``verify`` and ``adapters`` are given.
-        UnsupportedError: ``cache`` is "drop", but the system cannot drop pages.
+        ValueError: an array in ``out`` does not fit, a file object is closed, or two arguments exclude each other.
         TypeError: ``path`` is neither a path nor a binary file.
         RemoteError: the network or the server of a URL fails.
         OSError: a system error, such as FileNotFoundError.

@@ -269,7 +269,7 @@ def read_rows(
     return _read_dense(file, records, [rows, range(pitch) if window is None else window], origin)
 
 
-def read_box(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
+def read_ranges(file: WeightFile, tensor: int, box: Sequence[slice]) -> Array:
     """Read a range along each axis into private memory."""
     layout = file.table.layout(tensor)
     cut = [k for k, (part, size) in enumerate(zip(box, layout.shape, strict=True)) if part.stop - part.start < size]

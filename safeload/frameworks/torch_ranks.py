@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..core import dtypes, memory, opening
-from ..core.box import read_box
 from ..core.checkpoint import tensors_of
 from ..core.load import load_tensors, parse_target
 from ..core.names import check_matches
 from ..core.progress import Meter, Progress
+from ..core.quantized_tensor import read_box
 from ..core.tensors import Entry, Tensors, entries_of
 from ..core.text import plural, show, tensor_named
 from ..errors import SafeloadError, UnsupportedError
