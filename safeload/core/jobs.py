@@ -41,7 +41,7 @@ class JobGrid(NamedTuple):
 
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_grid``."""
-        return dict(zip(_GRID.names or (), (self.rows, self.columns, *self.strides), strict=True))
+        return dict(zip(_DESCRIBED["grid"].names or (), (self.rows, self.columns, *self.strides), strict=True))
 
 
 class Channels(NamedTuple):
@@ -145,35 +145,18 @@ def moving(source: int, target: int, grid: JobGrid | None = None) -> int:
 
 def struct_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of a struct of the C core, with the compiler's offsets; pointers are uint64."""
-    kind = ffi.typeof(name)
-    fields = [(field, info.offset, info.type) for field, info in kind.fields]
+    names, fields = zip(*ffi.typeof(name).fields, strict=True)
     codes = {"int32_t": "i4", "uint32_t": "u4", "int64_t": "i8", "uint64_t": "u8", "float": "f4", "double": "f8"}
-    return np.dtype(
-        {
-            "names": [field for field, _, _ in fields],
-            "formats": ["u8" if of.kind == "pointer" else codes[of.cname] for _, _, of in fields],
-            "offsets": [offset for _, offset, _ in fields],
-            "itemsize": ffi.sizeof(kind),
-        }
-    )
+    formats = ["u8" if field.type.kind == "pointer" else codes[field.type.cname] for field in fields]
+    offsets, size = [field.offset for field in fields], ffi.sizeof(name)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
 # A job, with its fields in the order of `Job`.
-JOB = struct_dtype("sl_job")[
-    [
-        *("file", "offset", "memory", "size", "from", "to", "op", "grid", "channels", "packed", "direct", "merge"),
-        *("pages", "codes"),
-    ]
-]
-_GRID = struct_dtype("sl_grid")
-_PACKED = struct_dtype("sl_packed")
-# Fields of a job that have a struct of their own, besides packed codes.
-_DESCRIBED = (
-    ("grid", _GRID),
-    ("channels", struct_dtype("sl_channels")),
-    ("merge", struct_dtype("sl_merge")),
-    ("codes", struct_dtype("sl_codes")),
-)
+_MOVE = "file", "offset", "memory", "size", "from", "to", "op"
+JOB = struct_dtype("sl_job")[[*_MOVE, "grid", "channels", "packed", "direct", "merge", "pages", "codes"]]
+# Fields of a job that have a struct of their own.
+_DESCRIBED = {field: struct_dtype(f"sl_{field}") for field in ("grid", "channels", "merge", "codes", "packed")}
 
 # The source of a job: a file, a handle kept open by the caller, or None for memory.
 JobFile = WeightFile | int | None
@@ -195,7 +178,7 @@ def run_jobs(
     refused, room, begin = False, None, 0
     while True:
         end = _affordable(packed, begin) if packed else len(table)
-        prepared = _describe(packed[begin:end], table["packed"][begin:end], _PACKED) if packed else None
+        prepared = _describe(packed[begin:end], table["packed"][begin:end], _DESCRIBED["packed"]) if packed else None
         handles: dict[JobFile, int] = {}
         unbuffered: dict[JobFile, int] = {}  # handles for direct reads
         try:
@@ -296,9 +279,9 @@ class Batch:
                 left = sum(map(_SIZE, jobs))
             table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
             fields = dict(zip(Job._fields, zip(*jobs, strict=True), strict=True)) if jobs else {}
-            columns = [(name, fields.get(name, ()), dtype) for name, dtype in _DESCRIBED]
-            packed = fields.get("packed", ())
-            descriptions = [_describe(values, table[name], dtype) for name, values, dtype in columns if any(values)]
+            packed = fields.pop("packed", ())  # described as the jobs run
+            columns = [(table[name], fields.get(name, ()), dtype) for name, dtype in _DESCRIBED.items()]
+            descriptions = [_describe(values, column, dtype) for column, values, dtype in columns if any(values)]
             self.refused |= run_jobs(
                 table,
                 fields.get("file", ()),

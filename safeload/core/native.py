@@ -64,14 +64,8 @@ def address_of(array: Any) -> int:
     return int(ffi.cast(_ADDRESS, ffi.from_buffer(array)))
 
 
-_C_TYPES = {
-    "void": None,
-    "char *": ctypes.c_char_p,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "uint64_t": ctypes.c_uint64,
-}
+_C_TYPES = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "uint32", "uint64")}
+_C_TYPES |= {"void": None, "char *": ctypes.c_char_p}
 
 
 def _ctype(kind: Any) -> Any:
