@@ -1,11 +1,7 @@
 """The formats, a row each; what a format's module gets and returns; opening and describing a file by its row.
 
-A row names a module, which is imported on first use to keep ``import safeload`` fast. It has
-
-- ``read(candidate, request) -> Content``: the file with its table;
-- ``write(tensors, metadata, path, *, overwrite, durable)`` if the row has ``writes``: write arrays, `QuantizedTensor`
-  and their lazy forms atomically, and refuse unsupported tensors before anything is written;
-- ``claims(candidate) -> bool`` if the row is ``ambiguous``: return whether a file has this format.
+A row names a module, which is imported on first use to keep ``import safeload`` fast; `Format` lists its functions. A
+``write`` is atomic, and refuses unsupported tensors before anything is written.
 
 Safetensors comes first: its files are opened by path, with one call of the C core and no earlier read. Rows of plug-ins
 are `Format` objects too, found by entry points of the group ``safeload.formats`` under the name of the format. They are
@@ -410,10 +406,8 @@ def _only(suffix: str, *preferred: str) -> Callable[[Sequence[str]], Sequence[st
     return choose
 
 
-_ZIP, _PICKLE = (
-    "a zip archive (torch checkpoint or npz)",
-    "a pickle (legacy torch checkpoint, torch.distributed's metadata, or numpy's)",
-)
+_ZIP = "a zip archive (torch checkpoint or npz)"
+_PICKLE = "a pickle (legacy torch checkpoint, torch.distributed's metadata, or numpy's)"
 _TORCH, _TORCH_SUFFIXES = "torch checkpoints", (".pt", ".pth", ".ckpt", ".bin")
 
 # The module of safetensors, which opens files by path.

@@ -90,11 +90,8 @@ def collected_young(tuples: Iterable[_T], count: int) -> Iterable[_T]:
 
 # Names that every framework module of safetensors imports, with the module and the name of their definition.
 SHARED = {
-    "TensorSpec": ("compat.serialize", "TensorSpec"),
-    "deserialize": ("compat.serialize", "deserialize"),
+    **{name: ("compat.serialize", name) for name in ("TensorSpec", "deserialize", "serialize", "serialize_file")},
     "safe_open": ("compat.safe_open", "safe_open"),
-    "serialize": ("compat.serialize", "serialize"),
-    "serialize_file": ("compat.serialize", "serialize_file"),
 }
 
 # Names of the package itself.
