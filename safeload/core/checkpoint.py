@@ -590,17 +590,8 @@ class Checkpoint(Mapping[str, TensorLike]):
         from .stream import stream  # only here: most programs stream nothing
 
         parts = chosen(self, names, only, drop, dtype)
-        return stream(
-            parts,
-            self.weight_files,
-            by_layer=by_layer,
-            dtype=dtype,
-            ahead=ahead,
-            order=order,
-            out=out,
-            threads=threads,
-            progress=progress,
-        )
+        how: Any = {"ahead": ahead, "order": order, "out": out, "threads": threads, "progress": progress}
+        return stream(parts, self.weight_files, by_layer=by_layer, dtype=dtype, **how)
 
     def close(self) -> None:
         """Close the files. Arrays stay valid, because a mapping lives as long as its last array."""
@@ -945,10 +936,7 @@ def load(
     if adapters is not None:
         check_unadapted(verify)
     options: Any = {"storage_options": storage_options, "verify": verify}
-    with (
-        caching(cache),
-        Checkpoint(open_paths(path, format, root, unknown_globals, stored, **options)) as checkpoint,
-    ):
+    with caching(cache), Checkpoint(open_paths(path, format, root, unknown_globals, stored, **options)) as checkpoint:
         load_from: Callable[..., dict[str, Any]] = checkpoint.load
         if adapters is not None:
             load_from = partial(part("merging").load_with_adapters, checkpoint, adapters, storage_options)

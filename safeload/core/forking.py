@@ -131,7 +131,5 @@ def _forget() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait, after_in_child=_forget)
     os.register_at_fork(
-        before=making_context.acquire,
-        after_in_parent=making_context.release,
-        after_in_child=making_context.release,
+        before=making_context.acquire, after_in_parent=making_context.release, after_in_child=making_context.release
     )

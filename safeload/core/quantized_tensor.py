@@ -299,12 +299,8 @@ def _check(label: str, array: Any, storage: tuple[np.dtype[Any], tuple[int, ...]
 # ---- rows of packed tensors along the first axis, in memory and in files ----
 
 # Parts that are shared by the first axis, or divided separately.
-_OF_ALL = frozenset(
-    (
-        packing.GROUPS, packing.FACTORS, packing.SHAPE, packing.TABLE, packing.STATE, packing.NESTED,
-        packing.NESTED_TABLE,
-    )
-)  # fmt: skip
+_OF_ALL = {packing.GROUPS, packing.FACTORS, packing.SHAPE, packing.TABLE, packing.STATE}
+_OF_ALL |= {packing.NESTED, packing.NESTED_TABLE}
 
 
 # Parts by role.

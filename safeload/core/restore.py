@@ -38,6 +38,8 @@ _GRIDS = {
     packing.BIAS: ("biases", "stored_biases", "bias_dtype"),
     packing.ZERO: ("zeros", "", ""),
 }
+# Fields of an ``sl_packed`` that are those of the `Packing`.
+_COPIED = "layout", "bits", "word_codes", "high_first", "transpose", "interleaved"
 # Rules of scales that the core does not compute.
 _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)
 
@@ -408,12 +410,7 @@ class CodeReader:
     def _fields(self) -> dict[str, Any]:
         packed, part = self._packed, self._part
         fields: dict[str, Any] = {
-            "layout": packed.layout,
-            "bits": packed.bits,
-            "word_codes": packed.word_codes,
-            "high_first": packed.high_first,
-            "transpose": packed.transpose,
-            "interleaved": packed.interleaved,
+            **{name: getattr(packed, name) for name in _COPIED},
             "divide": packed.scale_rule == packing.QUOTIENT,
             "forbidden": 3 if packed.numbers in ("ternary", "i2_s") else -1,  # the unused code
             "size": self.nbytes,
@@ -427,14 +424,12 @@ class CodeReader:
         row = dtypes.BY_CODE.get(packed.numbers)
         if packed.layout == packing.BLOCKS:
             fields["codes"] = getattr(lib, f"SL_{packed.numbers.upper()}")
-            if packing.TABLE in self._parts:  # of codes without their scales
-                fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
         elif row is not None:
             fields["codes"] = row.number
-        elif packed.numbers == packing.TABLE:
-            fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
-        else:
+        elif packed.numbers != packing.TABLE:
             fields["table"] = _table_of(packed.numbers, packed.bits)
+        if packing.TABLE in self._parts:  # also of blocks, whose codes are then without their scales
+            fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
         if packing.SHAPE in self._parts:
             part_of_shape = self._parts[packing.SHAPE]
             stored = jobs.native_order(read_part(part_of_shape).view(part_of_shape.row.name)).tolist()

@@ -266,11 +266,7 @@ def _read(
                     whole = merge.values(name, merge.target_row(name, to), threads=threads)
                 elif share.local_shape == shape:
                     whole = load_tensors(
-                        Tensors.of([entry.tensor]),
-                        backend="mmap",
-                        dtype=to,
-                        threads=threads,
-                        mappings=mappings,
+                        Tensors.of([entry.tensor]), backend="mmap", dtype=to, threads=threads, mappings=mappings
                     )[0][name]
                 array = whole if share.local_shape == shape else _part(share, whole)
                 raw = kind if array.dtype == np.uint8 and kind is not torch.uint8 else None
@@ -298,12 +294,8 @@ def _part(share: Share, whole: Any) -> Any:
 def _agree(mesh: Any, shares: Sequence[Share], failure: Exception | None) -> None:
     """Raise on all processes if one has failed, or if they would hold parts of different tensors."""
     listed = [(share.entry.name, share.shape, str(share.dtype), str(share.placements)) for share in shares]
-    reports = {
-        dist.get_rank(): (
-            hashlib.sha256(str(listed).encode()).hexdigest(),
-            failure and f"{type(failure).__name__}: {failure}",
-        )
-    }
+    digest = hashlib.sha256(str(listed).encode()).hexdigest()
+    reports = {dist.get_rank(): (digest, failure and f"{type(failure).__name__}: {failure}")}
     for number in range(mesh.ndim):
         gathered: list[Any] = [None] * mesh.size(number)
         dist.all_gather_object(gathered, reports, group=mesh.get_group(number))
