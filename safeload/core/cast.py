@@ -111,7 +111,7 @@ _MAX_PLANES = 1 << 14
 
 
 def _merged_axes(array: Array, itemsize: int) -> list[tuple[int, int, int]]:
-    """Return length, source step and target step of axes, innermost first, merged if they are one in C order."""
+    """Return length, source step and target step of axes, innermost first, merged if C order allows."""
     axes: list[tuple[int, int, int]] = []
     for length, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         inner, *steps = axes[-1] if axes else (1, 0, itemsize)

@@ -132,7 +132,7 @@ class TensorSlice:
 
 
 def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, checkpoint: Any) -> TensorSlice:
-    """Return a lazy tensor; packed ones are pickled with their checkpoint, and float32 if there is no ``dtype``."""
+    """Return a lazy tensor; a packed tensor is pickled with its checkpoint, and float32 without ``dtype``."""
     file.table.refuse_unknown([index], file.path)
     name, packed, target = file.table.names[index], file.table.packed.get(index), parse_target(dtype)
     read: Callable[[tuple[Any, ...]], Array]

@@ -110,7 +110,7 @@ def load_tensors(
     mappings: dict[WeightFile, Any] | None = None,
     access: Access = "write",
 ) -> tuple[dict[str, Any], LoadStats]:
-    """Load tensors as arrays or quantized tensors, in order; those that share bytes share memory with any backend."""
+    """Load tensors as arrays or quantized tensors, in order. Shared bytes are shared memory with any backend."""
     check_backend(backend)
     check_threads(threads)
     target = parse_target(dtype)
@@ -556,7 +556,7 @@ class Reads:
 
 
 class Block:
-    """A byte range that is read once for all tensors that share it, aligned for those with the largest elements."""
+    """A byte range that is read once for all tensors that share it, aligned for the largest elements."""
 
     def __init__(self, file: WeightFile, members: dict[str, ArraySpec], batch: Batch) -> None:
         self.members = members
@@ -597,7 +597,7 @@ class Block:
 
 
 def group_blocks(plan: ReadPlan, batch: Batch) -> tuple[list[int], list[Block]]:
-    """Group `STRIDED` tensors into blocks with jobs, and return plain ones (contiguous, little-endian) apart."""
+    """Group `STRIDED` tensors into blocks with jobs, and return plain tensors (contiguous, little-endian) apart."""
     rows = sorted(plan.of_way(STRIDED), key=plan.begins.__getitem__)
     sharing = overlap_groups([plan.begins[k] for k in rows], [plan.ends[k] for k in rows])
     groups: dict[tuple[int, int], dict[int, ArraySpec]] = {}

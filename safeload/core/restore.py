@@ -38,7 +38,7 @@ _GRIDS = {
     packing.BIAS: ("biases", "stored_biases", "bias_dtype"),
     packing.ZERO: ("zeros", "", ""),
 }
-# Fields of an ``sl_packed`` that are those of the `Packing`.
+# Fields that an ``sl_packed`` has from its `Packing`.
 _COPIED = "layout", "bits", "word_codes", "high_first", "transpose", "interleaved"
 # Rules of scales that the core does not compute.
 _AS_FLOATS = (packing.INVERSE, packing.QUOTIENT, packing.NESTED_RULE)

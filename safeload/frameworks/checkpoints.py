@@ -33,7 +33,7 @@ def selecting(
     verify: Any = None,
     **options: Any,
 ) -> Iterator[Selected]:
-    """Open a checkpoint and its adapters, and select tensors; packed ones get the dtype in the config by default."""
+    """Open a checkpoint and its adapters, and select tensors; packed tensors get the dtype in the config by default."""
     if adapters is not None:
         check_unadapted(verify)
     with (
