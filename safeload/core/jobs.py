@@ -280,8 +280,8 @@ class Batch:
             table = np.array([(0, *job[1:7], 0, 0, 0, 0, 0, 0, 0) for job in jobs], dtype=JOB)
             fields = dict(zip(Job._fields, zip(*jobs, strict=True), strict=True)) if jobs else {}
             packed = fields.pop("packed", ())  # described as the jobs run
-            columns = [(table[name], fields.get(name, ()), dtype) for name, dtype in _DESCRIBED.items()]
-            descriptions = [_describe(values, column, dtype) for column, values, dtype in columns if any(values)]
+            described = [name for name in _DESCRIBED if any(fields.get(name, ()))]
+            descriptions = [_describe(fields[name], table[name], _DESCRIBED[name]) for name in described]
             self.refused |= run_jobs(
                 table,
                 fields.get("file", ()),
