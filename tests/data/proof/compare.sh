@@ -1,13 +1,14 @@
 #!/bin/sh
-# Lets llm-compressor, auto-round, GPTQModel, mlx-lm and llama-quantize convert small models, and fails if `check --source` accuses
-# a right result: compare.sh FOLDER, which keeps the environments, llama.cpp's build and the results. Needs cmake and a C++ compiler.
+# Lets llm-compressor, auto-round, GPTQModel, mlx-lm, llama.cpp's converter and llama-quantize convert small models, and fails
+# if `check --source` accuses a right result: compare.sh FOLDER, which keeps the environments, llama.cpp's build and the results.
+# Needs cmake and a C++ compiler.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
 mkdir -p "$1"
 kept=$(cd "$1" && pwd)
 [ -d "$kept/v" ] || python3 -m venv "$kept/v"
-"$kept/v/bin/pip" install -q torch==2.13.0 llmcompressor==0.14.0.1 auto-round==0.15.1 -e "$root[gguf]"
+"$kept/v/bin/pip" install -q torch==2.13.0 llmcompressor==0.14.0.1 auto-round==0.15.1 sentencepiece -e "$root[gguf]"
 [ -d "$kept/mlx" ] || python3 -m venv "$kept/mlx"
 "$kept/mlx/bin/pip" install -q "mlx[cpu]==0.32.4" mlx-lm==0.32.2
 [ -d "$kept/gptqmodel" ] || python3 -m venv "$kept/gptqmodel"
@@ -26,4 +27,5 @@ cd "$kept"
     cmake --build build -j 2 --target llama-quantize llama-imatrix
 }
 export MLX_PYTHON="$kept/mlx/bin/python" GPTQMODEL_PYTHON="$kept/gptqmodel/bin/python" LLAMA_CPP="$kept/build/bin"
+export CONVERTER="$kept/source" PYTHONPATH="$root/tests:$root/tests/data/llama_cpp"
 "$kept/v/bin/python" "$here/judge.py" "$kept/results"

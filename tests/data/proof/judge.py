@@ -3,8 +3,8 @@
     python tests/data/proof/judge.py FOLDER [RESULT ...]
 
 FOLDER gets the models, the results and a table. Needs torch, transformers, llmcompressor and auto-round; mlx-lm and
-GPTQModel if MLX_PYTHON and GPTQMODEL_PYTHON name Pythons that have them, and llama.cpp's programs if LLAMA_CPP names
-their folder.
+GPTQModel if MLX_PYTHON and GPTQMODEL_PYTHON name Pythons that have them, and llama.cpp's programs and converter if
+LLAMA_CPP and CONVERTER name their folders. PYTHONPATH is tests and tests/data/llama_cpp.
 """
 
 import json
@@ -75,6 +75,7 @@ MLX = {
     "mlx-mxfp4": ["-q", "--q-mode", "mxfp4"],
     "mlx-mixed": ["-q", "--quant-predicate", "mixed_4_6"],
 }
+CONVERTED = ["f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0"]
 PLAIN = [
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M",
     "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "TQ1_0", "MXFP4_MOE", "F16", "BF16",
@@ -165,7 +166,10 @@ def results(folder):
     python, programs = os.environ.get("GPTQMODEL_PYTHON"), os.environ.get("LLAMA_CPP")
     for name, arguments in GPTQMODEL.items() if python else ():
         table[name] = (by_gptqmodel, folder / name, python, arguments)
-    python = os.environ.get("MLX_PYTHON")
+    converter, python = os.environ.get("CONVERTER"), os.environ.get("MLX_PYTHON")
+    for kind in CONVERTED if converter else ():
+        file = folder / f"converter-{kind}.gguf"
+        table[file.name] = (by_converter, file, converter, kind)
     for name, options in MLX.items() if python else ():
         table[name] = (by_mlx, folder / name, python, options)
     if programs:
@@ -191,6 +195,12 @@ def by_gptqmodel(source, result, python, arguments):
 
 def by_mlx(source, result, python, options):
     run(python, "-m", "mlx_lm", "convert", "--hf-path", source, "--mlx-path", result, *options)
+
+
+def by_converter(source, result, converter, kind):
+    from make import reference  # of tests/data/llama_cpp
+
+    reference(converter, source, result, outtype=kind)
 
 
 def by_llama_quantize(source, result, programs, plain, kind, options):
