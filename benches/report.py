@@ -40,7 +40,7 @@ BENCHES = (
     "bench_save", "bench_saving", "bench_gguf", "bench_llama_quantize", "bench_dequantize", "bench_restore",
     "bench_adapters", "bench_torch", "bench_frameworks", "bench_jax", "bench_stream", "bench_devices", "bench_stack",
     "bench_pieces", "bench_training", "bench_distributed", "bench_remote", "bench_import", "bench_scaling",
-    "bench_memory",
+    "bench_memory", "bench_moved_codes",
 )  # fmt: skip
 
 # Pictures: title, x axis, unit of the samples.

@@ -35,6 +35,8 @@
  * column, its scales, zeros and biases, and the bytes that were read. */
 #define TURNED (MOST_ROWS * TILE_COLUMNS * sizeof(float))
 #define LINE (MOST_ROWS * sizeof(float))
+/* Columns of nibbles that fill both the codes and the values of a tile. */
+#define TURNED_COLUMNS (4 * TURNED / MOST_ROWS)
 #define TILE_SCRATCH (2 * TURNED + 4 * LINE + TILE_READ)
 
 /* Number of stored rows of words or bytes for `rows` rows of codes. */
@@ -207,6 +209,12 @@ static bool in_nibbles(const sl_packed *packed, uint64_t columns) {
     return packed->bits == 4 && packed->layout != SL_LAYOUT_COLUMNS && columns % 8 == 0;
 }
 
+/* The nibble of a word that holds the code of its column k. */
+static uint64_t nibble_of(const sl_packed *packed, uint64_t k) {
+    uint64_t nibble = packed->layout == SL_LAYOUT_WORDS ? k / 2 + k % 2 * 4 : k;
+    return packed->high_first != 0 ? nibble ^ 1 : nibble;
+}
+
 /* Transposes rows [first, first + rows) and columns [from, to) of a grid to `tiled`. `room` holds as many elements. */
 static const float *tile_grid(const band *self, int k, uint64_t first, uint64_t rows, float *tiled, float *room) {
     const sl_packed *packed = self->job->packed;
@@ -305,7 +313,6 @@ static void turn(const band *self, uint64_t column, uint64_t columns) {
 
 /* Dequantizes column k of the transposed tile of `columns`, which begins at `column` of the matrix. */
 static void restore_column(band *self, uint64_t column, uint64_t columns, uint64_t k) {
-    static const int PERMUTED[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* the nibble of each column of a word */
     const sl_packed *packed = self->job->packed;
     const sl_restore *kernels = &self->plan->restore;
     const sl_scaling *scaling = scaling_of(self, column + k);
@@ -313,9 +320,8 @@ static void restore_column(band *self, uint64_t column, uint64_t columns, uint64
     uint8_t *values = self->line;
     size_t rows = (size_t)self->rows;
     if (in_nibbles(packed, columns)) {
-        int own = (int)(k % 8), nibble = packed->layout == SL_LAYOUT_WORDS ? PERMUTED[own] : own;
-        if (packed->high_first != 0) nibble ^= 1;
-        kernels->words(self->turned + k / 8 * rows * 4, 4 * nibble, rows, packed->table, scaling, values);
+        int shift = 4 * (int)nibble_of(packed, k % 8);
+        kernels->words(self->turned + k / 8 * rows * 4, shift, rows, packed->table, scaling, values);
     } else if (packed->layout != SL_LAYOUT_ROWS && packed->bits == 4)
         kernels->nibbles(codes, 0, false, rows, packed->table, scaling, values);
     else {
@@ -495,6 +501,51 @@ static int32_t restore_groups(band *self, uint64_t column, uint64_t end, sl_erro
     return SL_OK;
 }
 
+/* ---- tiles of codes that become the same codes, or those of another sign ---- */
+
+/* Whether codes of columns become rows of codes of as many bits. If so, sets *flip to the bits in which each differs.
+ */
+static bool keeps_codes(const sl_packed *packed, const sl_codes *codes, uint32_t *flip) {
+    if (codes == NULL || codes->bits != packed->bits || codes->block_bytes > 0 || codes->order == SL_ORDER_HALVES ||
+        packed->table == NULL || packed->factors != NULL || sl_packed_scaled(packed))
+        return false;
+    for (uint32_t code = 0, new; code < 1u << packed->bits; code++) {
+        const float sum = packed->table[code] + SL_TO_INTEGER;
+        memcpy(&new, &sum, sizeof new);
+        new = (new ^ code) & ((1u << packed->bits) - 1);
+        if (code == 0) *flip = new;
+        if (new != *flip) return false;
+    }
+    if (packed->layout == SL_LAYOUT_COLUMNS) return *flip == 0 && codes->order == SL_ORDER_STREAM;
+    return in_nibbles(packed, packed->columns) && packed->rows % 8 == 0;
+}
+
+/* Moves columns [column, end), at least SL_CODES_LANES words of them. */
+static void turn_codes(const band *self, uint32_t flip, uint64_t column, uint64_t end) {
+    const sl_packed *packed = self->job->packed;
+    const sl_codes *codes = self->job->codes;
+    uint64_t step = codes->row_bytes, some = sl_min_u64(end - column, TURNED_COLUMNS), words = some / 8;
+    uint8_t *memory = (uint8_t *)self->job->memory + self->matrix * packed->columns * step +
+                      self->row * (uint64_t)packed->bits / 8;
+    const uint8_t *bytes = self->bytes - self->begin * self->line_bits / 8;
+    if (packed->layout == SL_LAYOUT_COLUMNS) {
+        sl_plane from = {(uint8_t *)(uintptr_t)bytes + column * 4, (int64_t)self->pitch, 4, false};
+        sl_copy_2d(4, self->lines, end - column, from, (sl_plane){memory + column * step, 4, (int64_t)step, false});
+        return;
+    }
+    for (uint64_t at = column; at < end; at += some) {
+        at = sl_min_u64(at, end - some); /* some columns again */
+        for (uint64_t r = 0; r < self->rows; r += 8)
+            sl_codes_turn(codes->order, flip * 0x11111111u, bytes + r * self->pitch + at / 2, self->pitch, words,
+                          self->turned + r * words * 4);
+        for (uint64_t k = 0; k < 8; k++) {
+            sl_plane from = {self->turned + nibble_of(packed, k) * words * 4, (int64_t)words * 32, 4, false};
+            sl_plane to = {memory + (at + k) * step, 4, (int64_t)(8 * step), false};
+            sl_copy_2d(4, self->rows / 8, words, from, to);
+        }
+    }
+}
+
 /* ---- bands ---- */
 
 /* Reads columns [column, end) of the stored rows from byte `begin` on. */
@@ -533,11 +584,17 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     bool grouped = in_groups(packed), at_once = job->file == SL_MEMORY || (size <= TILE_READ && !narrow);
     if (grouped) take_groups(&self);
     if (grouped && sl_packed_stores(packed)) grouped = gathers(&self);
+    uint32_t flip = 0;
+    bool kept = keeps_codes(packed, job->codes, &flip);
     if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
     for (uint64_t column = 0; column < packed->columns; column += most) {
         uint64_t end = sl_min_u64(column + most, packed->columns);
         int32_t status = at_once ? sl_fetch(job, begin, size, self.staging, &self.bytes, error)
                                  : read_columns(&self, begin, column, end, error);
+        if (status == SL_OK && kept && (end - column >= 8 * SL_CODES_LANES || packed->layout == SL_LAYOUT_COLUMNS)) {
+            turn_codes(&self, flip, column, end);
+            continue;
+        }
         if (status == SL_OK) status = (grouped ? restore_groups : restore_columns)(&self, column, end, error);
         if (status != SL_OK) return status;
     }

@@ -1,12 +1,38 @@
 /* Packing of codes. */
 #include "kernels/codes.h"
 
+/* A vector of 32-bit words, and the operations that exchange bits of two vectors. */
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC does not define __SSE2__ */
 #define HAS_SSE2
 #include <emmintrin.h>
+typedef __m128i vector;
+#define LOAD(memory) _mm_loadu_si128((const __m128i *)(const void *)(memory))
+#define STORE(memory, a) _mm_storeu_si128((__m128i *)(void *)(memory), a)
+#define SAME(word) _mm_set1_epi32((int)(word))
+#define XOR(a, b) _mm_xor_si128(a, b)
+#define AND(a, b) _mm_and_si128(a, b)
+#define UP(a, bits) _mm_slli_epi32(a, bits)
+#define DOWN(a, bits) _mm_srli_epi32(a, bits)
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #define HAS_NEON
 #include <arm_neon.h>
+typedef uint32x4_t vector;
+#define LOAD(memory) vreinterpretq_u32_u8(vld1q_u8(memory))
+#define STORE(memory, a) vst1q_u8(memory, vreinterpretq_u8_u32(a))
+#define SAME(word) vdupq_n_u32(word)
+#define XOR(a, b) veorq_u32(a, b)
+#define AND(a, b) vandq_u32(a, b)
+#define UP(a, bits) vshlq_n_u32(a, bits)
+#define DOWN(a, bits) vshrq_n_u32(a, bits)
+#else
+typedef uint32_t vector;
+#define LOAD(memory) sl_load_le32(memory)
+#define STORE(memory, a) store_word(memory, a)
+#define SAME(word) (word)
+#define XOR(a, b) ((a) ^ (b))
+#define AND(a, b) ((a) & (b))
+#define UP(a, bits) ((a) << (bits))
+#define DOWN(a, bits) ((a) >> (bits))
 #endif
 
 /* A mask of the low `bits` bits of each of eight bytes. */
@@ -100,6 +126,29 @@ static void put_halves(const uint8_t *bytes, uint8_t *out) {
     for (int i = 0; i < 16; i += 8)
         sl_store_le64(out + i, (sl_load_le64(bytes + i) & mask_of(4)) | (sl_load_le64(bytes + i + 16) & mask_of(4))
                                                                             << 4);
+}
+
+/* Exchanges the upper of each two fields of `bits` bits in `a` for the lower one in `b`. */
+#define EXCHANGE(a, b, bits, lower)                       \
+    do {                                                  \
+        vector moved = AND(XOR(DOWN(a, bits), b), lower); \
+        b = XOR(b, moved);                                \
+        a = XOR(a, UP(moved, bits));                      \
+    } while (0)
+
+void sl_codes_turn(int order, uint32_t flip, const uint8_t *words, uint64_t step, uint64_t count, uint8_t *out) {
+    const vector halves = SAME(0x0000FFFF), bytes = SAME(0x00FF00FF), nibble = SAME(0x0F0F0F0F), flips = SAME(flip);
+    const uint64_t size = 4 * count, last = size - sizeof(vector);
+    for (uint64_t at = 0; at < size; at += sizeof(vector)) {
+        if (at > last) at = last; /* some words again */
+        vector a[8];
+        SL_UNROLL for (size_t k = 0; k < 8; k++)
+            a[k] = XOR(LOAD(words + (order == SL_ORDER_WORDS ? 2 * k % 8 + k / 4 : k) * step + at), flips);
+        SL_UNROLL for (size_t k = 0; k < 4; k++) EXCHANGE(a[k], a[k + 4], 16, halves);
+        SL_UNROLL for (size_t k = 0; k < 4; k++) EXCHANGE(a[k + k / 2 * 2], a[k + k / 2 * 2 + 2], 8, bytes);
+        SL_UNROLL for (size_t k = 0; k < 4; k++) EXCHANGE(a[2 * k], a[2 * k + 1], 4, nibble);
+        SL_UNROLL for (size_t k = 0; k < 8; k++) STORE(out + k * size + at, a[k]);
+    }
 }
 
 void sl_codes_put(const sl_codes *codes, const uint8_t *bytes, uint64_t first, uint64_t count, uint8_t *row) {

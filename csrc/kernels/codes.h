@@ -22,4 +22,12 @@ bool sl_codes_bytes(const sl_codes *codes, uint64_t width, uint64_t *bytes);
  * `count` are whole blocks or words. */
 void sl_codes_put(const sl_codes *codes, const uint8_t *bytes, uint64_t first, uint64_t count, uint8_t *row);
 
+/* The least number of words to turn. */
+#define SL_CODES_LANES ((uint64_t)4)
+
+/* Transposes eight rows of `count` words of eight nibbles, `step` bytes apart. `out` gets eight lines of `count` words:
+ * word i of line n holds nibble n of word i of each row, as SL_ORDER_STREAM or SL_ORDER_WORDS. Each word is first
+ * combined with `flip` by an exclusive or. */
+void sl_codes_turn(int order, uint32_t flip, const uint8_t *words, uint64_t step, uint64_t count, uint8_t *out);
+
 #endif

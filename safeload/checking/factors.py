@@ -22,7 +22,7 @@ _NEAR, _MIDDLE, _CLEAR = 0.3, 0.05, 0.35
 _MOST = 0.97  # share of the columns
 # Modules that write to the residual stream, so their columns read no norm.
 _WRITERS = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense|dense_4h_to_h|c_proj|wo|w2|fc2|fc_out|out)(\.|$)")
-# Norms of what a module writes, which no matrix reads. If the feed-forward has one, so has the attention.
+# Norms of a module's output, which no matrix reads. If the feed-forward has such a norm, so has the attention.
 _OF_WRITTEN = re.compile(r"\.post_(feedforward|mlp|self_attn)_layernorm\.")
 _OF_ATTENTION = ".post_attention_layernorm."
 

@@ -124,8 +124,8 @@ def _is_rounded_norm(name: str, a: Array, b: Array) -> bool:
     """Return True if 1 was added to a norm and subtracted, as llm-compressor does with Gemma's."""
     if "norm" not in name or len(a) != 1 or a.dtype != b.dtype or a.dtype.kind in "iub":
         return False
-    one = a.dtype.type(1)
-    return np.array_equal((a + one) - one, b)
+    unit = a.dtype.type(1)
+    return np.array_equal((a + unit) - unit, b)
 
 
 def _floats(pair: Callable[[], tuple[Array, Array]]) -> Iterator[Array]:

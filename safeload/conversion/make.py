@@ -486,16 +486,22 @@ class Maker:
     def encoded(self, source: str, decision: Decision) -> tuple[quantize.Encoding, dict[str, Array]]:
         """Quantize a weight for an engine at once: its parts that depend on values, by role."""
         encoding = self._encoding(source, decision, self._about(source).shape)
-        return encoding, self._parts(encoding, decision)
+        dtype, shape = encoding.stored(packing.CODES)
+        roles = [role for role in encoding.preset.parts if role not in encoding.constants()]
+        return encoding, self._parts(encoding, decision, roles, private_array(shape, dtype))
 
-    def _parts(self, encoding: quantize.Encoding, decision: Decision, **how: Any) -> dict[str, Array]:
-        """Move or make the parts of a weight that depend on values; ``how`` is for both functions."""
-        if decision.codes == MOVED:
-            return quantize.moved(encoding, self._catalog.coded(encoding.name), threads=self._threads, **how)
+    def _parts(
+        self, encoding: quantize.Encoding, decision: Decision, roles: Collection[str], codes: Array | None
+    ) -> dict[str, Array]:
+        """Move these parts of a weight, or make all that depend on values; the codes only into ``codes``."""
+        if decision.codes == MOVED:  # reading a part takes less time than the pages that would keep it
+            return quantize.moved(
+                encoding, self._catalog.coded(encoding.name), roles, codes=codes, threads=self._threads
+            )
         has_global = packing.GLOBAL in encoding.preset.parts
         largest = self._largest(encoding, decision.partners) if has_global else None
         weights = self._weights(encoding.name, encoding.row)
-        return quantize.encode(encoding, weights, largest=largest, threads=self._threads, **how)
+        return quantize.encode(encoding, weights, largest=largest, codes=codes, threads=self._threads)
 
     def _largest(self, encoding: quantize.Encoding, partners: tuple[str, ...]) -> float:
         """Return the largest magnitude of the weights that share a global scale."""
@@ -515,11 +521,9 @@ class Maker:
         if role == packing.GLOBAL and decision.codes != MOVED:
             largest = self._largest(encoding, decision.partners)
             return jobs.native_order(np.array([quantize.global_scale(largest, encoding.row)]))
-        how: dict[str, Any] = {"only_scales": role != packing.CODES}
-        if role == packing.CODES:
-            dtype, shape = encoding.stored(role)
-            how["codes"] = self._codes.array(shape, dtype)
-        parts = self._parts(encoding, decision, **how)
+        dtype, shape = encoding.stored(role)
+        codes = self._codes.array(shape, dtype) if role == packing.CODES else None
+        parts = self._parts(encoding, decision, (role,), codes)
         # Files hold all codes before or after all scales: small parts are kept until then, large ones are made again.
         scales = {other: part for other, part in parts.items() if other not in (role, packing.CODES)}
         nbytes = sum(part.nbytes for part in scales.values())

@@ -6,7 +6,7 @@ csrc/kernels/encode.c computes the scales and codes of an engine's format.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -547,17 +547,12 @@ def encode(
     weights: Weights,
     *,
     largest: float | None = None,  # for NVFP4: the largest magnitude in the weight and its fused partners
-    codes: Array | None = None,  # memory for the codes
-    only_scales: bool = False,
+    codes: Array | None,  # memory for the codes; None to compute the other parts alone
     threads: int | None = None,
 ) -> dict[str, Array]:
     """Return the parts of a matrix by role, except those of `Encoding.constants`."""
     preset, shape, row = encoding.preset, encoding.shape, encoding.row
-    if only_scales:
-        codes = np.empty(0, np.uint8)
-    elif codes is None:
-        dtype, codes_shape = encoding.stored(packing.CODES)
-        codes = private_array(codes_shape, dtype)
+    only_scales, codes = codes is None, np.empty(0, np.uint8) if codes is None else codes
     blocks = math.prod(encoding.grid)
     scales = np.zeros(blocks, np.float32)
     biases = np.zeros(blocks if packing.BIAS in preset.parts else 0, np.float32)
@@ -611,52 +606,43 @@ def encode(
 
     for _ in _each_strip(run, encoding, weights, threads):
         pass
-    scale_dtype, grid = encoding.stored(packing.SCALE)[0], encoding.grid
-    scale = scale_codes.view(scale_dtype) if scale_dtype.itemsize == 1 else _little(scales, scale_dtype)
-    parts: dict[str, Array] = {packing.SCALE: _turned(scale.reshape(grid), preset)}
-    if not only_scales:
-        parts[packing.CODES] = _in_words(codes, encoding)
-    if packing.BIAS in preset.parts:
-        parts[packing.BIAS] = _little(biases, scale_dtype).reshape(grid)
-    if packing.ZERO in preset.parts:
-        parts[packing.ZERO] = _packed_zeros(zeros.reshape(grid), preset)
-    if packing.GLOBAL in preset.parts:
-        parts[packing.GLOBAL] = _little(np.array([tensor_scale]), np.dtype(np.float32))
-    return parts
+    numbers = {packing.CODES: codes, packing.BIAS: biases, packing.GLOBAL: np.array([tensor_scale])}
+    numbers[packing.ZERO] = zeros + np.int16(1 << preset.bits - 1)
+    scale_dtype = encoding.stored(packing.SCALE)[0]
+    numbers[packing.SCALE] = scale_codes.view(scale_dtype) if scale_dtype.itemsize == 1 else scales
+    roles = (role for role in preset.parts if role in numbers and not (only_scales and role == packing.CODES))
+    return {role: _stored(encoding, role, numbers[role], threads) for role in roles}
 
 
 def moved(
     encoding: Encoding,
     coded: moving.Coded,
+    roles: Collection[str],
     *,
-    codes: Array | None = None,  # memory for the codes
-    only_scales: bool = False,
+    codes: Array | None,  # memory for the codes, if they are among the roles
     threads: int | None = None,
 ) -> dict[str, Array]:
-    """Like `encode`, for a weight whose codes move from another format."""
+    """Like `encode`, for some parts of a weight whose codes move from another format."""
     preset, target = encoding.preset, moving.holds(encoding.preset.name)
     assert target is not None
-    grids = moving.moved_grids(coded, target)
-    parts: dict[str, Array] = {}
-    if not only_scales:
-        dtype, shape = encoding.stored(packing.CODES)
-        codes = private_array(shape, dtype) if codes is None else codes
-        rows: Array = codes.reshape(-1).view(np.uint8).reshape(len(coded.matrices), encoding.shape[-2], -1)
-        moving.move_codes(coded, target, rows, signed=preset.signed, threads=threads)
-        parts[packing.CODES] = _in_words(codes, encoding)
-    if packing.ZERO in preset.parts:
-        points = np.zeros(encoding.grid, np.int8)
-        points = points if grids.zeros is None else grids.zeros[0] - (1 << preset.bits - 1)
-        parts[packing.ZERO] = _packed_zeros(points, preset)
-    values = {packing.SCALE: grids.scales, packing.BIAS: grids.biases, packing.GLOBAL: grids.factors}
-    for role in preset.parts.keys() & values.keys():
-        (dtype, shape), numbers = encoding.stored(role), values[role]
-        assert numbers is not None
+    grids = None if {*roles} == {packing.CODES} else moving.moved_grids(coded, target)
+
+    def numbers(role: str) -> Array:
+        if role == packing.CODES:
+            assert codes is not None
+            rows: Array = codes.reshape(-1).view(np.uint8).reshape(len(coded.matrices), encoding.shape[-2], -1)
+            moving.move_codes(coded, target, rows, signed=preset.signed, threads=threads)
+            return codes
+        assert grids is not None
+        if role == packing.ZERO:
+            return np.full(encoding.grid, 1 << preset.bits - 1) if grids.zeros is None else grids.zeros
+        values: Any = {packing.SCALE: grids.scales, packing.BIAS: grids.biases}.get(role, grids.factors)
+        dtype, _ = encoding.stored(role)
         if role == packing.SCALE and dtype.itemsize == 1:
-            numbers = numbers.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
-        part = _little(numbers, dtype).reshape(shape if role == packing.GLOBAL else encoding.grid)
-        parts[role] = part if role == packing.GLOBAL else _turned(part, preset)
-    return parts
+            values = values.astype(dtypes.element_dtype(dtypes.BY_CODE[target.scales[0]].number)).view(dtype)
+        return np.asarray(values)
+
+    return {role: _stored(encoding, role, numbers(role), threads) for role in roles}
 
 
 def largest_in(encoding: Encoding, weights: Weights, threads: int | None = None) -> float:
@@ -726,45 +712,40 @@ def _pointer(array: Array, kind: str, element: int = 0) -> Any:
     return ffi.cast(kind, address_of(array)) + element if array.size else ffi.NULL
 
 
-def _little(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return float32 rounded to a dtype, in file byte order."""
+def _stored(encoding: Encoding, role: str, numbers: Array, threads: int | None) -> Array:
+    """Return a part in file byte order: of codes in rows, unsigned zero points, or the numbers of blocks."""
+    preset, (dtype, shape) = encoding.preset, encoding.stored(role)
+    if role == packing.CODES:
+        return _in_words(numbers, encoding, threads)
+    if role == packing.ZERO:
+        return _packed_zeros(numbers.reshape(encoding.grid), preset)
     with np.errstate(over="ignore"):
-        return jobs.native_order(values.astype(dtype, copy=False))
+        part: Array = jobs.native_order(numbers.astype(dtype, copy=False))
+    part = part.reshape(shape if role == packing.GLOBAL else encoding.grid)
+    return part if role == packing.GLOBAL else _turned(part, preset)
 
 
 def _packed_zeros(zeros: Array, preset: Preset) -> Array:
     """Pack zero points down the rows into words, the first row in the lowest bits."""
-    zeros = (zeros.astype(np.int16) + (1 << preset.bits - 1) - preset.added).astype(np.uint8)
-    return _turned(_words_down(zeros & np.uint8((1 << preset.bits) - 1), preset), preset)
-
-
-def _words_down(codes: Array, preset: Preset) -> Array:
-    """Pack codes down the rows into words: [rows of words, columns]."""
     per_word = 32 // preset.bits
-    padded = codes if len(codes) % per_word == 0 else np.pad(codes, ((0, -len(codes) % per_word), (0, 0)))
+    codes = (zeros - preset.added).astype(np.uint8) & np.uint8((1 << preset.bits) - 1)
+    padded = np.zeros((-(-len(codes) // per_word), per_word, codes.shape[1]), np.uint32)
+    padded.reshape(-1, codes.shape[1])[: len(codes)] = codes
     order = _AWQ_ORDER if preset.layout == packing.WORDS else range(per_word)
-    words = np.zeros((len(padded) // per_word, codes.shape[1]), np.uint32)
-    for position, row in enumerate(order):
-        words |= padded[row::per_word].astype(np.uint32) << np.uint32(preset.bits * position)
-    return jobs.native_order(words.view(np.int32))
+    padded <<= preset.bits * np.argsort(order).astype(np.uint32)[:, None]
+    return _turned(jobs.native_order(np.bitwise_or.reduce(padded, axis=1).view(np.int32)), preset)
 
 
 def _turned(part: Array, preset: Preset) -> Array:
     return part if preset.layout == packing.ROWS else np.ascontiguousarray(part.T)
 
 
-def _in_words(codes: Array, encoding: Encoding) -> Array:
+def _in_words(codes: Array, encoding: Encoding, threads: int | None) -> Array:
     """Return rows of codes as the words of the format."""
-    preset, rows = encoding.preset, encoding.shape[-2] if len(encoding.shape) > 1 else 1
+    preset = encoding.preset
     if preset.layout == packing.ROWS:
         return codes
-    packed = codes.reshape(-1).view(np.uint8).reshape(rows, -1)
+    rows = codes.reshape(-1).view(np.uint8).reshape(encoding.shape[-2], -1)
     if preset.layout == packing.COLUMNS:
-        return _turned(packed.view(np.int32), preset)
-    eight = packed.reshape(rows // 8, 8, -1)
-    words = np.empty((rows // 8, packed.shape[1], 2, 4), np.uint8)  # of two columns
-    for k in range(4):
-        low, high = (eight[:, row] for row in _AWQ_ORDER[2 * k : 2 * k + 2])
-        words[:, :, 0, k] = low & 15 | high << 4
-        words[:, :, 1, k] = low >> 4 | high & 0xF0
-    return _turned(words.reshape(rows // 8, -1).view(np.int32), preset)
+        return _turned(rows.view(np.int32), preset)
+    return moving.turned(rows, private_array(*encoding.stored(packing.CODES)[::-1]), threads)

@@ -318,7 +318,7 @@ class Dataset:
         return prod(self.chunk_shape) * self.itemsize
 
 
-class _Stream(io.RawIOBase):
+class _Hdf5Stream(io.RawIOBase):
     """A file as a stream for libhdf5."""
 
     def __init__(self, file: WeightFile) -> None:
@@ -352,7 +352,7 @@ class Structure:
         self._known: dict[int, Dataset | Unknown] = {}  # by address
         self._objects = self._chunks = self._stored = 0
         self._h5py: Any = needed("h5py", "Keras files (HDF5) need h5py")
-        stream = _Stream(file)
+        stream = _Hdf5Stream(file)
         try:
             with self._h5py.File(stream, "r") as opened:
                 plist = opened.id.get_create_plist()

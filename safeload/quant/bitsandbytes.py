@@ -115,11 +115,7 @@ def _check_numbers(group: PackedGroup, role: str, count: int) -> None:
 
 
 def _bytes_of(group: PackedGroup, role: str) -> bytes:
-    name = group.names[role]
-    array = group.context.content(name)
-    if array is None or group.parts[role].row.code != "U8":
-        raise Misfit(f"{show(name)} must be U8 and have at most {LONGEST:,} bytes")
-    return array.tobytes()
+    return group.content(role, ("U8",), f"be U8 and have at most {LONGEST:,} bytes").tobytes()
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...]:

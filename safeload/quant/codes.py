@@ -17,7 +17,7 @@ from ..core import dtypes, jobs, packing, restore
 from ..core.arrays import Array
 from ..core.cast import astype
 from ..core.native import address_of, lib
-from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed
+from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed, Packing
 from .blocks import BLOCKS, E2M1, INTEGER, MIDDLE
 from .families import Preset, presets
 
@@ -145,10 +145,8 @@ class Coded(NamedTuple):
 
     def grids(self) -> Grids:
         """Read the numbers beside the codes."""
-        each = [_grids_of(matrix) for matrix in self.matrices]
-        if len(each) == 1:  # without a copy
-            return Grids(*(None if grid is None else np.asarray(grid)[None] for grid in each[0]))  # type: ignore[arg-type]
-        return Grids(*(None if column[0] is None else np.stack(column) for column in zip(*each, strict=True)))  # type: ignore[arg-type]
+        columns = zip(*map(_grids_of, self.matrices), strict=True)
+        return Grids(*(None if column[0] is None else np.stack(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _held(packed: Packed) -> Holds:
@@ -212,18 +210,18 @@ def _grids_of(matrix: Matrix) -> Grids:
     if ZERO in packed.parts and kind.zeros is not None:
         settled, _ = restore.settled(kind.zeros, grid, packed.parts[ZERO], kind.matrices)
         place = (at, 1), (slice(0, grid.rows), slice(0, grid.columns))
-        codes = restore.read_codes(settled, grid, packed.parts[ZERO], place)[0]
-        zeros = (codes + np.uint32(settled.added) & np.uint32((1 << kind.bits) - 1)).astype(np.int64)
-        zeros = zeros ^ half if kind.numbers in ("signed", "I8") else zeros
+        codes = restore.read_codes(settled, grid, packed.parts[ZERO], place)[0].astype(np.uint8)
+        codes = codes + np.uint8(settled.added) & np.uint8((1 << kind.bits) - 1)
+        zeros = (codes ^ np.uint8(half if kind.numbers in ("signed", "I8") else 0)).astype(np.int16)
     elif ZERO in packed.parts:
         plain = numbers(ZERO)
         assert plain is not None
         plain = plain + np.float32(half if _INTEGERS.get(kind.numbers) else 0)
         if not ((plain == np.rint(plain)) & (plain >= 0) & (plain < 2 * half)).all():
             raise Immovable("its zero points are not codes")
-        zeros = plain.astype(np.int64)
+        zeros = plain.astype(np.int16)
     elif kind.numbers in ("unsigned", "U8") and BIAS not in packed.parts:
-        zeros = np.zeros((grid.rows, grid.columns), np.int64)
+        zeros = np.zeros((grid.rows, grid.columns), np.int16)
     factors = None
     if GLOBAL in packed.parts:
         part = packed.parts[GLOBAL]
@@ -355,13 +353,13 @@ def moved_grids(coded: Coded, target: Holds) -> Grids:
         elif biases is not None and target.zero != BIAS:
             zeros, biases = _points(scales, biases, target.bits), None
         elif biases is None and zeros is None:
-            zeros = np.full(scales.shape, half, np.int64)
+            zeros = np.full(scales.shape, half, np.int16)
         if _centres(source, target):
             if zeros is not None:
                 _check_range(zeros, source, target)
-            zeros = None if target.zero == MIDDLE else np.full(scales.shape, middle, np.int64)
+            zeros = None if target.zero == MIDDLE else np.full(scales.shape, middle, np.int16)
         if target.zero == BIAS and zeros is not None:
-            wide: Array = -1.0 * zeros * scales
+            wide: Array = -1.0 * zeros.astype(np.float64) * scales
             zeros, biases = None, wide.astype(np.float32)
     scales, factors = _with_factor(source, target, scales, factors)
     return Grids(scales, zeros, biases, factors).mapped(lambda grid: _expanded(grid, coded, source, target))
@@ -383,17 +381,29 @@ def move_codes(coded: Coded, target: Holds, out: Array, *, signed: bool = False,
             rows = _sides(matrix.packed)[0]
             taken.append((place, np.empty((rows, *place.shape[1:]), np.uint8), matrix.rows))
             place = taken[-1][1]
-        packed, owner = _as_numbers(matrix, source, target, signed)
-        part = restore.whole(packed.packing)._replace(first=matrix.number, matrices=1)
-        reader = restore.CodeReader(packed, part, "")
         codes = jobs.CodeLayout(target.bits, order, place.strides[0], place.strides[1] if place.ndim == 3 else 0)
-        how = dtypes.F32.number, _U8.number, lib.SL_OP_RESTORE
-        job = jobs.Job(packed.parts[CODES].file, reader.begin, place.ctypes.data, 4 * part.values, *how)
-        origin = jobs.Origin("", packed.packing.shape, owner)
-        work.append(job._replace(origin=origin, packed=reader, codes=codes))
+        work.append(_job(*_as_numbers(matrix, source, target, signed), matrix.number, place, codes))
     jobs.Batch(work).run(threads=threads)
     for place, whole, chosen in taken:
         place[...] = whole[chosen]
+
+
+def turned(rows: Array, out: Array, threads: int | None = None) -> Array:
+    """Transpose rows of 4-bit codes into ``out``, whose rows hold words of codes in AWQ's order."""
+    height, width = rows.shape
+    kind = Packing("", "", (2 * width, height), 1, height, 2 * width, packing.ROWS, 4, packing.TABLE, width)
+    arrays = {CODES: rows, packing.TABLE: np.arange(16, dtype=np.float32)}
+    codes = jobs.CodeLayout(4, lib.SL_ORDER_WORDS, height // 2, 0)
+    jobs.Batch([_job(*restore.in_memory(kind._replace(transpose=True), arrays), 0, out, codes)]).run(threads=threads)
+    return out
+
+
+def _job(packed: Packed, owner: Any, number: int, place: Array, codes: jobs.CodeLayout) -> jobs.Job:
+    """Return the job that fills a place with the values of a matrix as codes."""
+    part = restore.whole(packed.packing)._replace(first=number, matrices=1)
+    reader, how = restore.CodeReader(packed, part, ""), (dtypes.F32.number, _U8.number, lib.SL_OP_RESTORE)
+    job = jobs.Job(packed.parts[CODES].file, reader.begin, place.ctypes.data, 4 * part.values, *how)
+    return job._replace(origin=jobs.Origin("", packed.packing.shape, owner), packed=reader, codes=codes)
 
 
 def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> tuple[Packed, Any]:
@@ -446,7 +456,7 @@ def _points(scales: Array, biases: Array, bits: int) -> Array:
         points = np.where(scales == 0, 0.0, np.rint(-biases / wide))
     if not ((points >= 0) & (points < 1 << bits) & (-points * wide == biases)).all():
         raise Immovable("its biases are not multiples of its scales")
-    return points.astype(np.int64)
+    return points.astype(np.int16)
 
 
 def _centres(source: Holds, target: Holds) -> bool:
@@ -520,10 +530,8 @@ def _factor_error(read: Grids, source: Holds, grids: Grids) -> float:
     if read.factors is None or grids.factors is None:
         return 0.0
     own, new = read.factors[:, None, None], grids.factors
-    rules: dict[str, Callable[[], Array]] = {
-        packing.DIVIDED: lambda: read.scales / own,
-        packing.MULTIPLIED: lambda: read.scales * own,
-        packing.MLX_GLOBAL: lambda: read.scales * (own / np.float32(2688)),
-    }
-    before, after = rules[source.factor](), read.scales / new[:, None, None]
-    return _error(after, before.astype(np.float64))
+    before = read.scales / new[:, None, None]
+    if source.factor == packing.DIVIDED:
+        return _error(read.scales / own, before.astype(np.float64))
+    shared = own / np.float32(2688) if source.factor == packing.MLX_GLOBAL else own
+    return _error(read.scales * shared, before.astype(np.float64))

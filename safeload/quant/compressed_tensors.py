@@ -94,11 +94,8 @@ def _ct_shape(group: PackedGroup) -> tuple[tuple[int, ...], int, int]:
 
 def _integers(group: PackedGroup) -> tuple[int, ...]:
     """Return the values of the stored shape."""
-    name, part = group.names[packing.SHAPE], group.parts[packing.SHAPE]
-    array = group.context.content(name)
-    if array is None or part.row.code == "U8" or len(part.shape) != 1:
-        raise Misfit(f"{show(name)} must be a list of at most {MOST_AXES} integers")
-    return tuple(array.tolist())
+    codes = ("I32", "I64") if len(group.parts[packing.SHAPE].shape) == 1 else ()
+    return tuple(group.content(packing.SHAPE, codes, f"be a list of at most {MOST_AXES} integers").tolist())
 
 
 def _ct_fits(

@@ -23,9 +23,8 @@ from .families import GROUP_SIZES, Engine, Family, Preset, StoredPart, filled, p
 from .packed_group import Misfit, PackedGroup, Refused
 from .patterns import compiled
 from .quantization import AUTO_ROUND, Quantization, mapping, overrides_key, quantization_of, with_quantization
-from .quark import word_layout
+from .quark import CODES_IN_WORD, word_layout
 
-_CODES_IN_WORD = 8  # of AWQ, which has 4-bit codes
 # AutoAWQ's gemv pads scales and zero points to multiples of this many words, by group size.
 _GEMV_WORDS = {64: 2, 32: 4}
 # Zero points to unpack at a time.
@@ -54,21 +53,21 @@ def describe(group: PackedGroup) -> Packing:
         raise Misfit(f"words {list(stored)} and scales {list(scale)} do not form a matrix")
     if zeros is not None and group.parts[ZERO].row.code != "I32":
         raise Misfit(f"qzeros are {group.parts[ZERO].row.code}, expected I32")
-    transposed = stored[1] in (scale[1], scale[1] / _CODES_IN_WORD)
-    rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // _CODES_IN_WORD)
-    if rows and (not transposed or str(settings.get("version")).lower() == "gemv"):
-        return _gemv(group, settings)
-    if not transposed:
+    transposed = stored[1] in (scale[1], scale[1] / CODES_IN_WORD)
+    rows = stored[0] == scale[0] and zeros == (scale[0], scale[1] // CODES_IN_WORD)
+    in_rows = rows and (not transposed or str(settings.get("version")).lower() == "gemv")
+    if not (in_rows or transposed):
         raise Misfit(f"words {list(stored)} and scales {list(scale)} are neither GPTQ's nor AWQ's")
-    return _gptq(group, settings, zeros) if stored[1] == scale[1] else _gemm(group, settings, zeros)
-
-
-def _check_method(group: PackedGroup, layout: str, methods: frozenset[str]) -> None:
-    if group.method not in (None, *methods):
+    layout = "AWQ" if in_rows or stored[1] != scale[1] else "GPTQ"
+    if group.method not in (None, layout.lower(), *AUTO_ROUND):
         raise Misfit(
-            f"words {list(group.stored)} and scales {list(group.scales)} have the layout of {layout}, "
+            f"words {list(stored)} and scales {list(scale)} have the layout of {layout}, "
             f"but quant_method is {show(group.method)}"
         )
+    if layout == "GPTQ":
+        return _gptq(group, settings, zeros)
+    _check_bits(group, settings, 4)
+    return _gemv(group, settings) if in_rows else _gemm(group, settings, zeros)
 
 
 def _check_bits(group: PackedGroup, settings: Mapping[str, Any], bits: int) -> None:
@@ -102,14 +101,10 @@ def _label(name: str, size: int, length: int) -> str:
 
 # ---- GPTQ, auto-round ----
 
-_GPTQ = frozenset(("gptq", *AUTO_ROUND))
-_AWQ = frozenset(("awq", *AUTO_ROUND))
-
 
 def _gptq(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """GPTQ: codes run down the columns of the words, which are rows of the weight."""
     stored, scale = group.stored, group.scales
-    _check_method(group, "GPTQ", _GPTQ)
     if zeros is None:
         raise Misfit("its qzeros are missing")
     bits, rest = divmod(32 * zeros[-1], scale[1]) if len(zeros) == 2 else (0, 0)
@@ -176,8 +171,6 @@ def _settled(packed: Packed, zeros: Zeros) -> Zeros:
 def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...] | None) -> Packing:
     """AWQ's gemm: words along the rows, which are columns of the weight, with permuted codes."""
     stored, scale = group.stored, group.scales
-    _check_method(group, "AWQ", _AWQ)
-    _check_bits(group, settings, 4)
     if zeros is None and settings.get("zero_point") is not False:
         raise Misfit("its qzeros are missing")
     if zeros is not None and zeros != (scale[0], stored[1]):
@@ -198,14 +191,12 @@ def _gemm(group: PackedGroup, settings: Mapping[str, Any], zeros: tuple[int, ...
 def _gemv(group: PackedGroup, settings: Mapping[str, Any]) -> Packing:
     """AWQ's gemv: plain rows; scales and zero points of a row are padded to whole words."""
     stored, scale = group.stored, group.scales
-    _check_method(group, "AWQ", _AWQ)
-    _check_bits(group, settings, 4)
-    length, size = stored[1] * _CODES_IN_WORD, settings.get("group_size", settings.get("q_group_size"))
+    length, size = stored[1] * CODES_IN_WORD, settings.get("group_size", settings.get("q_group_size"))
     if type(size) is not int or size < 32:
         raise Misfit(f"scales {list(scale)} are padded, so the configuration must set group_size")
     words = _GEMV_WORDS.get(size, 1)
     groups = -(-length // size)
-    if length % size or -(-groups // (words * _CODES_IN_WORD)) * words * _CODES_IN_WORD != scale[1]:
+    if length % size or -(-groups // (words * CODES_IN_WORD)) * words * CODES_IN_WORD != scale[1]:
         raise Misfit(f"scales {list(scale)} do not fit rows of {length} in groups of {size} (group_size)")
     grid, zeros = Grid(1, size, scale[0], scale[1]), Zeros(ROWS, 4)
     label = _label("awq4", size, length)

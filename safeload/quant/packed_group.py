@@ -230,6 +230,14 @@ class PackedGroup:
             raise Misfit(f"pre_quant_scale {list(factors.shape)} does not fit rows of {packed.columns}")
         return packed
 
+    def content(self, role: str, codes: Collection[str], expected: str) -> Array:
+        """Return the values of a small part; refuse other dtypes and more values."""
+        name = self.names[role]
+        array = self.context.content(name)
+        if array is None or self.parts[role].row.code not in codes:
+            raise Misfit(f"{show(name)} must {expected}")
+        return array
+
     # ---- descriptions in config_groups ----
 
     def configured(self, key: str, strategy: str | None = None) -> int | None:

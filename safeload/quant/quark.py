@@ -20,7 +20,7 @@ from .families import FP8, Family
 from .packed_group import NUMBERS, Misfit, PackedGroup, Refused, label_of, matrices_of, one_scale, whole_grid
 from .quantization import QUARK, Quantization, brief, is_length, mapping, part_of, unknown_setting
 
-_CODES_IN_WORD = 8
+CODES_IN_WORD = 8  # of 4 bits
 # Values of `ch_axis` for the rows and for the columns of a weight.
 _ROWS, _COLUMNS = (0, -2), (1, -1)
 # Orders of the codes in a word, by ``pack_method``.
@@ -181,17 +181,17 @@ def _words(group: PackedGroup, spec: Mapping[str, Any], numbers: str) -> Packing
     layout = word_layout(mapping(group.config.values.get("export")).get("pack_method"), "export.pack_method")
     _check_zeros(group, spec, needed=numbers == "unsigned")
     if spec.get("qscheme") != "per_group":
-        shape = (stored[0], stored[1] * _CODES_IN_WORD)
+        shape = (stored[0], stored[1] * CODES_IN_WORD)
         grid = _grid_of(group, spec, shape)
         label = label_of("int4", grid, shape, _has_zeros(group, spec))
         zeros = _zeros_of(group, layout, grid)
         return group.packing("int", label, shape, 4, numbers, layout=layout, grid=grid, zeros=zeros)
-    if len(scale) != 2 or -(-scale[1] // _CODES_IN_WORD) != stored[1]:
-        if len(scale) == 2 and -(-scale[0] // _CODES_IN_WORD) == stored[1]:
+    if len(scale) != 2 or -(-scale[1] // CODES_IN_WORD) != stored[1]:
+        if len(scale) == 2 and -(-scale[0] // CODES_IN_WORD) == stored[1]:
             raise Refused(f"its scales {list(scale)} are [out, groups], as in old releases of Quark")
         raise Misfit(f"words {list(stored)} and scales {list(scale)} must be [in, out / 8] and [groups, out]")
     length, out = stored[0], scale[1]
-    if layout == WORDS and out % _CODES_IN_WORD:
+    if layout == WORDS and out % CODES_IN_WORD:
         raise Refused(f"its {out} rows do not fill whole words of permuted codes")
     packed = _in_groups(group, spec, (out, length), 4, numbers)
     return packed._replace(layout=layout, zeros=_zeros_of(group, layout, None))
@@ -217,7 +217,7 @@ def _zeros_of(group: PackedGroup, layout: int, grid: Grid | None) -> Zeros | Non
         raise Misfit(f"zero points are {row.code}, expected I32")
     if grid is None:
         return group.packed_zeros(Zeros(layout, 4), (group.scales[0], group.stored[1]))
-    words = -(-max(grid.rows, grid.columns) // _CODES_IN_WORD)
+    words = -(-max(grid.rows, grid.columns) // CODES_IN_WORD)
     if math.prod(zeros) != 1 if grid.shared else zeros != (words,):
         raise Misfit(f"zero points {list(zeros)} do not fit scales {list(group.scales)}")
     if grid.shared:

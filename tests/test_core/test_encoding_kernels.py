@@ -23,7 +23,9 @@ def encode(name, dtype, weights, tier, monkeypatch):
     row = dtypes.BY_NAME[dtype]
     flat = weights.reshape(-1)
     values = encoding.in_memory(flat)
-    return encoding.encode(encoding.Encoding("x", PRESETS[name], weights.shape, row), values, largest=4.0, threads=1)
+    each = encoding.Encoding("x", PRESETS[name], weights.shape, row)
+    dtype, shape = each.stored("codes")
+    return encoding.encode(each, values, largest=4.0, codes=np.empty(shape, dtype), threads=1)
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -23,13 +23,13 @@ def halves(codes):
     return (blocks[..., :16] | blocks[..., 16:] << 4).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
-def numbered(layout, bits, shape, **more):
-    """A case whose values are its codes."""
+def numbered(layout, bits, shape, flip=0, **more):
+    """A case whose values are its codes, with some bits flipped."""
     case = Case(layout, bits, shape, **more)
     index = {value: code for code, value in enumerate(case.table.tolist())}
     assert len(index) == 1 << bits
-    case.codes_of = np.vectorize(index.__getitem__, otypes=[np.uint8])(case.values)
-    case.fields["table"] = np.arange(1 << bits, dtype=np.float32)
+    case.codes_of = np.vectorize(index.__getitem__, otypes=[np.uint8])(case.values) ^ np.uint8(flip)
+    case.fields["table"] = (np.arange(1 << bits) ^ flip).astype(np.float32)
     return case
 
 
@@ -56,6 +56,9 @@ SOURCES = {
     **{f"rows {bits} bits": partial(numbered, ROWS, bits, (2, 7, 160)) for bits in range(1, 9)},
     **{f"rows {bits} bits transposed": partial(numbered, ROWS, bits, (2, 160, 67), transpose=True)
        for bits in (2, 4, 5, 8)},
+    "nibbles transposed": partial(numbered, ROWS, 4, (2, 168, 72), transpose=True),
+    "high nibbles transposed": partial(numbered, ROWS, 4, (1, 200, 40), flip=8, transpose=True, high_first=True),
+    "wide words": partial(numbered, WORDS, 4, (1, 72, 2056), flip=5),
     "words of rows": partial(numbered, ROWS, 3, (1, 9, 96), word_codes=10),
     "high bits first": partial(numbered, ROWS, 4, (2, 5, 96), high_first=True),
     **{f"columns {bits} bits": partial(numbered, COLUMNS, bits, (2, 96, 75)) for bits in range(2, 9)},
