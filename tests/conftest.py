@@ -1,8 +1,13 @@
 """Fixtures of all tests, and what a parametrized case is called."""
 
+import os
+
+# Before numpy is first imported, here, in processes of xdist and in programs: OpenBLAS's threads take as long to start
+# as the rest of the import of numpy, and keep a processor busy for a while after each product.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import gc
 import itertools
-import os
 import re
 import shutil
 import signal
@@ -183,8 +188,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_runtestloop() -> Iterator[object]:
     # A shell has background jobs ignore SIGINT, and so would the tests of Ctrl-C and the programs they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Programs start without OpenBLAS's threads: starting these takes as long as the rest of the import of numpy.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with fsync_does_not_wait(), rewriting_does_not_wait():
         return (yield)
 
