@@ -1,5 +1,6 @@
 """Models of transformers for llama.cpp: config, tokenizer, and weights that depend on their names alone."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -34,11 +35,13 @@ def codes(name, dtype, shape):
     return random.integers(*((110, 130) if "scale" in name else (0, 256)), shape, np.uint8)
 
 
+@functools.cache
 def listed(file="models.json"):
-    """The models of a file by name; "reference" is the result of llama.cpp's converter."""
+    """The models of a file by name, which nobody changes; "reference" is the result of llama.cpp's converter."""
     return json.loads((DATA / file).read_text(encoding="utf-8"))
 
 
+@functools.cache
 def plain():
     """The models without a tower."""
     return {name: model for name, model in listed().items() if "vision_config" not in model["config"]}

@@ -1,5 +1,6 @@
 """Models of transformers for mlx-lm: those of `llama_models`, with the config keys that mlx-lm reads."""
 
+import functools
 import json
 
 from . import llama_models
@@ -60,15 +61,16 @@ def older(config):
     return more
 
 
+@functools.cache
 def listed():
-    """The models by name."""
-    models = llama_models.listed()
+    """The models by name, which nobody changes."""
+    models = {name: dict(model) for name, model in llama_models.listed().items()}
     for name in ("gpt2", "gpt2_untied"):  # mlx-lm knows the names of the published files
         tensors = models[name]["tensors"].items()
         models[name]["tensors"] = {each.removeprefix("transformer."): shape for each, shape in tensors}
     for name in ("gpt_neox", "gpt_neox_sequential"):  # mlx-lm has a width of its own
         model = models[name]
-        model["config"]["intermediate_size"] = 256
+        model["config"] = {**model["config"], "intermediate_size": 256}
         model["tensors"] = {each: [256 if n == 96 else n for n in shape] for each, shape in model["tensors"].items()}
     for name, (inner, model_type, key, prefix) in AROUND.items():
         model = models[inner]
@@ -101,6 +103,7 @@ def digest_of(tensors):
     return llama_models.digest(json.dumps(tensors, sort_keys=True).encode())
 
 
+@functools.cache
 def expected():
     """What mlx-lm writes of the models, by name and format."""
     return json.loads(DATA.read_text(encoding="utf-8"))

@@ -1342,7 +1342,7 @@ def main(converter, names):
         folder.mkdir()
         maker(folder)
     for file, made, outtype in (("models.json", MODELS, "f32"), ("packed.json", PACKED, "bf16")):
-        entries = llama_models.listed(file) if names else {}
+        entries = dict(llama_models.listed(file)) if names else {}
         for name in [name for name in names if name in made] if names else made:
             config, shapes = config_of(name)
             tokenizer = MODELS[PACKED[name][0] if name in PACKED else name][2]
@@ -1355,7 +1355,7 @@ def main(converter, names):
             entries[name] = entry
         lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in made if name in entries]
         (HERE / file).write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    entries = llama_models.listed("vision.json") if names else {}
+    entries = dict(llama_models.listed("vision.json")) if names else {}
     entries |= {name: vision(converter, name) for name in VISION if not names or f"vision:{name}" in names}
     lines = [f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in VISION if name in entries]
     (HERE / "vision.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

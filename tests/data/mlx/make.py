@@ -47,7 +47,7 @@ def record(out, format):
 
 
 def main(folder, names):
-    result = mlx_models.expected() if names and mlx_models.DATA.exists() else {}
+    result = dict(mlx_models.expected()) if names and mlx_models.DATA.exists() else {}
     for name in mlx_models.listed():
         if name.startswith("falcon_h1") or (names and name not in names):  # safeload does not write these
             continue
