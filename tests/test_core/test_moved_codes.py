@@ -1,7 +1,7 @@
 """Packed codes become codes of other layouts as in NumPy, bit for bit, on every tier and however they are read."""
 
 import os
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -80,6 +80,14 @@ SOURCES = {
     "no rows": partial(numbered, ROWS, 4, (2, 0, 32)),
     "no columns": partial(numbered, ROWS, 4, (2, 3, 0)),
 }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def source(name):
+    """A case of the list, made once for its targets, which follow each other."""
+    return SOURCES[name]()
+
+
 # Each target: bits (0 for those of the source), order, bytes between blocks, and the bytes after a row.
 TARGETS = {
     **{f"{bits} bits": (bits, STREAM, 0, 0) for bits in (2, 3, 5, 6, 7)},
@@ -138,7 +146,7 @@ PAIRS = [(source, target) for source in SOURCES for target in TARGETS]
 @pytest.mark.parametrize(("pair", "tier"), dealt(PAIRS, available_tiers()), ids=str)
 def test_codes_are_those_of_numpy(pair, tier, monkeypatch, tmp_path):
     inside.tune(monkeypatch, tier=tier)
-    case, (bits, order, block_bytes, gap) = SOURCES[pair[0]](), TARGETS[pair[1]]
+    case, (bits, order, block_bytes, gap) = source(pair[0]), TARGETS[pair[1]]
     if not fits(case.codes_of.shape, order, block_bytes):
         with pytest.raises(SafeloadError, match="are not whole units of"):
             move(case, bits, order, block_bytes, 1 << 20)
