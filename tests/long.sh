@@ -5,6 +5,8 @@
 #     kernels: CI tries a part of it (tests/builders/thorough.py);
 #   - packed tensors: each test of CI tries a checkpoint of every second kind with one value of an option
 #     (tests/builders/quantized.py), this all;
+#   - proof of a conversion, and a format that a folder has already: CI tries a half or a third of the formats with each model
+#     or loss (tests/test_operations/test_proof.py and test_moved_codes.py), this all;
 #   - the suite under sanitizers, and with the wheel on 3.10: CI runs every third and fourth case of a test, this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);

@@ -327,7 +327,7 @@ fault(
 
 
 def bomb():
-    data = b"\x80\x03B" + struct.pack("<I", 100 << 20) + bytes(100 << 20) + b"."
+    data = b"\x80\x03B" + struct.pack("<I", 86 << 20) + bytes(86 << 20) + b"."
     names = [f"a/{k}.pkl" for k in range(3)]
     return zip_archive({**PACKAGE, **dict.fromkeys(names, data)}, deflate=names)
 

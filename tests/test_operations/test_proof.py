@@ -10,7 +10,7 @@ from builders import models
 from builders.inside import main
 from builders.llama_models import plain, tensors_of, write_folder
 from builders.llama_quantize import save_imatrix
-from builders.thorough import part_of
+from builders.thorough import examples, part_of
 
 import safeload
 from safeload.numpy import load_file, save_file
@@ -174,10 +174,13 @@ def test_right_folders_are_not_accused(scheme, tmp_path, monkeypatch):
     assert faults(tmp_path / "q", folder) == []
 
 
+RIGHT = ["llama3", "qwen3_moe", "falcon_h1", "gemma2", "mamba2", "gpt_oss", "phi3_long", "deepseek_v3"]
+SCHEMES = [None, "q4_0", "q4_k_m", "q2_k", "iq4_xs"]
+
+
 @pytest.mark.parametrize(
-    "name", ["llama3", "qwen3_moe", "gemma2", "falcon_h1", "mamba2", "gpt_oss", "phi3_long", "deepseek_v3"]
+    ("name", "scheme"), [(name, scheme) for k, name in enumerate(RIGHT) for scheme in part_of(SCHEMES, k, 2)]
 )
-@pytest.mark.parametrize("scheme", [None, "q4_0", "q4_k_m", "q2_k", "iq4_xs"])
 def test_right_gguf_files_are_not_accused(name, scheme, tmp_path):
     folder = write_folder(tmp_path / name, plain()[name])
     safeload.convert(folder, tmp_path / "m.gguf", quantize=scheme)
@@ -260,7 +263,7 @@ def damages(x, rng):
 
 
 @pytest.mark.parametrize("writer", [by_gptq, by_awq])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(4)))
 def test_one_damaged_block_of_a_calibrated_matrix_is_found(writer, seed, tmp_path):
     random = np.random.default_rng(seed)
     weights = np.float32(random.standard_t(6, (96, 1024)) * 0.02)
@@ -309,8 +312,7 @@ def test_factors_that_other_tensors_undo_are_a_note(kind, llama, tmp_path):
     assert note.message == "factors of 16 tensors are undone by other tensors, as after AWQ or SmoothQuant"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lost", range(6))
+@pytest.mark.parametrize(("lost", "kind"), [(lost, kind) for lost in range(6) for kind in part_of(KINDS, lost, 3)])
 def test_factors_that_a_tensor_does_not_undo_are_found(lost, kind, llama, tmp_path):
     undone = tuple(k != lost for k in range(6))
     result = result_of(llama, smoothed(load_file(llama / "model.safetensors"), undone), tmp_path, kind)
