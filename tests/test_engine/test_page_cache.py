@@ -111,7 +111,7 @@ def test_a_load_has_the_same_arrays_and_leaves_nothing(cold, load, backend):
 
 
 def mapped(array):
-    with open("/proc/self/smaps") as maps:
+    with open("/proc/self/maps") as maps:
         for line in maps:
             first, _, last = line.partition(" ")[0].partition("-")
             if last and int(first, 16) <= array.ctypes.data < int(last, 16):
