@@ -57,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A suite that is repeated elsewhere keeps all tests, and some of the cases of each."""
+    if hasattr(config, "workerinput"):
+        # These wait for servers: at the end all processes would do so together, but the first gets the first tests.
+        items.sort(key=lambda item: not item.location[0].startswith(("tests/test_stores", "tests/test_urls")))
     every = config.getoption("--every")
     if every == 1:
         return
