@@ -35,7 +35,7 @@ from ..models.family import changed_by_mlx, engine_model_types, gguf_form, mlx_f
 from ..models.layout import Layout
 from ..models.module_names import adapter_note, refuse_adapters
 from ..quant import codes, finder
-from ..quant.families import Preset, preset_of
+from ..quant.families import Preset, preset_of, presets
 from ..quant.quantization import QUANTIZATION, Quantization, is_kept_by, is_own, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
@@ -873,6 +873,12 @@ class Decider:
                 self._fallbacks[planned.requested, planned.scheme] += 1
         return planned
 
+    def _moves(self, name: str, scheme: str) -> bool:
+        with suppress(codes.Immovable):
+            codes.plan(self._catalog.coded(name), codes.holds(scheme))
+            return True
+        return False
+
     def _moved(self, name: str, label: str, scheme: str) -> Decision | None:
         """Decide to move the codes of a source, or return None to round them again, if that is allowed."""
         options, requested = self._request.options, self._scale or self._target
@@ -883,6 +889,8 @@ class Decider:
             fewer = codes.bits_of(scheme) < codes.bits_of(label)
             if options["exact"] or not (fewer or options["requantize"]):
                 advice = "dtype= dequantizes it" if options["exact"] else _ROUND_AGAIN
+                fits = next((s for s in presets() if s.startswith(f"{scheme}-") and self._moves(name, s)), None)
+                advice = advice if fits is None else f"they move to {fits}; {advice}"
                 text = f"is {label}, whose codes cannot move to {scheme}: {reason}; {advice}"
                 raise error_about(UnsupportedError, text, tensor=name) from None
             self._codes[name] = f"rounded again from {label}"

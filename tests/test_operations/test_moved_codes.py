@@ -286,6 +286,14 @@ def test_the_dtype_in_the_config_follows_the_scales(tmp_path):
         assert json.loads((tmp_path / dtype / "config.json").read_text())["torch_dtype"] == expected
 
 
+@pytest.mark.parametrize("scheme", ["w4a16_asym", "awq", "gptq_asym", "mlx4"])
+def test_a_refusal_names_the_format_with_groups_that_fit(scheme, tmp_path):
+    layouts.write(tmp_path / "source", SOURCES["awq g32"][0], "float16")
+    with pytest.raises(UnsupportedError, match=f"they move to {scheme}-g32; requantize=True rounds them again"):
+        safeload.convert(tmp_path / "source", tmp_path / "out", quantize=scheme)
+    assert safeload.convert(tmp_path / "source", tmp_path / "out", quantize=f"{scheme}-g32")
+
+
 # ---- towards GGUF and from it ----
 
 
