@@ -1,5 +1,6 @@
 """Arrays of every public function are the caller's own: no write reaches a file, another load or an array in use."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -161,3 +162,52 @@ def test_a_limit_of_data_makes_arrays_read_only(tmp_path, how):
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert ("x.safetensors: the system refuses a writable mapping of 1 GiB" in done.stderr) == (how != "read-only")
+
+
+NARROW = """
+import resource, sys
+import numpy as np
+import safeload, safeload.numpy
+from safeload.numpy import load_file
+path, small, out = sys.argv[1:]
+def work(path):
+    assert len(safeload.open(path)) == 8
+    assert not safeload.open(path)["t5"].any()
+    assert list(safeload.load(path, only="t1")) == ["t1"]
+    assert sum(array.nbytes for _, array in safeload.open(path).stream()) == safeload.open(path).nbytes
+    assert len(safeload.stats(path)) == 8
+    assert [finding.code for finding in safeload.check(path).errors] == ["file.hole"]
+    assert not any(row.unequal for row in safeload.diff(path, path).tensors.values())
+    safeload.convert(path, out, dtype="float16", overwrite=True)
+work(small)  # imports, and starts what allocates
+with open("/proc/self/statm") as file:
+    pages = int(file.read().split()[0])
+limit = pages * resource.getpagesize() + (192 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+work(path)
+for load in (safeload.load, load_file):
+    try:
+        load(path)
+    except MemoryError:
+        continue
+    raise AssertionError("the limit has no effect")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit addresses")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's own addresses count too")
+def test_a_model_larger_than_all_addresses_is_opened_checked_and_converted(tmp_path):
+    for name, size in (("small", 1 << 10), ("large", 48 << 20)):
+        entries = {
+            f"t{k}": {"dtype": "F32", "shape": [size // 4], "data_offsets": [k * size, (k + 1) * size]}
+            for k in range(8)
+        }
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        with open(tmp_path / f"{name}.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + 8 * size)
+    paths = [tmp_path / name for name in ("large.safetensors", "small.safetensors", "out.safetensors")]
+    done = subprocess.run([sys.executable, "-I", "-c", NARROW, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.safetensors").stat().st_size > 4 * 48 << 20
