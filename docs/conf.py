@@ -146,10 +146,8 @@ def setup(app: Any) -> None:
         if field.name == "variable":
             field.label = "Attributes"
     # Overloads tell type checkers what an option decides; a reader wants all options in one signature.
-    overloaded = {"core.checkpoint": ("load", "Checkpoint.load"), "conversion.save": ("save",)}
-    for module, names in overloaded.items():
-        for name in names:
-            del analyzed(f"safeload.{module}").overloads[name]
+    for name in ("load", "Checkpoint.load"):
+        del analyzed("safeload.core.checkpoint").overloads[name]
     # Members follow their source, which is in other modules than the door that ``__module__`` of their class names.
     for door, modules in _SOURCES.items():
         for module in modules:

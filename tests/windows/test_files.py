@@ -1,5 +1,6 @@
 """What Windows does with files and names in its own way: drives, shares, long paths, devices, locks, mappings."""
 
+import ctypes
 import gc
 import itertools
 import os
@@ -300,3 +301,31 @@ def test_beyond_four_gigabytes(tmp_path):
         assert np.array_equal(found, last)
     safeload.convert(path, tmp_path / "last.npz", only="last")
     assert np.array_equal(safeload.load(tmp_path / "last.npz")["last"], last)
+
+
+class Region(ctypes.Structure):
+    """MEMORY_BASIC_INFORMATION of 64-bit Windows."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p), ("allocation", ctypes.c_void_p), ("allowed", ctypes.c_uint32),
+        ("partition", ctypes.c_uint16), ("size", ctypes.c_size_t), ("state", ctypes.c_uint32),
+        ("protection", ctypes.c_uint32), ("kind", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+def allowed(array):
+    """What the pages of an array were allocated for: PAGE_READONLY is 2, PAGE_READWRITE 4, PAGE_WRITECOPY 8."""
+    region, query = Region(), ctypes.windll.kernel32.VirtualQuery
+    query.argtypes, query.restype = (ctypes.c_void_p, ctypes.POINTER(Region), ctypes.c_size_t), ctypes.c_size_t
+    assert query(array.ctypes.data, region, ctypes.sizeof(region)) == ctypes.sizeof(region)
+    return region.allowed
+
+
+@pytest.mark.parametrize("load", [safeload.load, load_file, safeload.open])
+def test_read_only_views_charge_no_memory(tmp_path, load):
+    """Windows charges the commit of a whole copy-on-write view, and nothing for a view that is read-only."""
+    save_file({"a": np.arange(1 << 22)}, tmp_path / "model.safetensors", durable=False)
+    assert allowed(load(tmp_path / "model.safetensors")["a"]) == 8
+    array = load(tmp_path / "model.safetensors", writable=False)["a"]
+    assert allowed(array) == 2
+    assert not array.flags.writeable
