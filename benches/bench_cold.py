@@ -1,4 +1,4 @@
-"""Files that are not in the page cache: loading, past it and through it."""
+"""Files that are not in the page cache: loading, past it and through it, and from a file system that waits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import files
+import numpy as np
 import pytest
 import safetensors.numpy
 from compare import Comparison, race, release, same_arrays
@@ -79,3 +83,42 @@ def test_load(llama: Path, table, report) -> None:
             table.add(job, "limit: fio's best direct read", Comparison(samples["ours"][:3], limit), target=0.65)
         )
     report(sides["ours"], rows, rounds=1, prepare=before)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A folder of 256 MiB on a FUSE file system that waits 3 ms before each read of 128 KiB."""
+    source, mountpoint = tmp_path / "source", tmp_path / "mounted"
+    for folder in (source, mountpoint):
+        folder.mkdir()
+    values = np.random.default_rng(0).standard_normal(1 << 21, np.float32)
+    safeload.numpy.save_file({f"t{k}": values for k in range(32)}, source / "model.safetensors")
+    program = subprocess.Popen([sys.executable, Path(__file__).with_name("slow_files.py"), source, mountpoint, "0.003"])
+    try:
+        while not os.path.ismount(mountpoint):
+            assert program.poll() is None
+            time.sleep(0.05)
+        yield mountpoint / "model.safetensors"
+    finally:
+        subprocess.run(["umount", mountpoint], check=False)
+        program.wait()
+
+
+@pytest.mark.skipif(
+    find_spec("fuse") is None or not os.access("/dev/fuse", os.W_OK), reason="needs fusepy, libfuse 2 and /dev/fuse"
+)
+def test_slow_file_system(mounted: Path, table, report) -> None:
+    def loaded(backend: str) -> dict[str, np.ndarray]:
+        arrays = safeload.numpy.load_file(mounted, backend=backend)
+        for array in arrays.values():
+            array[::1024].sum()  # reads every page of a mapping
+        return arrays
+
+    sides = {
+        f'ours, backend="{backend}"': lambda backend=backend: loaded(backend) for backend in ("auto", "mmap", "pread")
+    }
+    samples = race(sides, 5, check=same_arrays, prepare=release)  # FUSE forgets a file's pages when it is opened again
+    auto, *others = sides
+    job = 'load_file 256 MiB over FUSE, 3 ms a read, backend="auto"'
+    rows = [table.add(job, side, Comparison(samples[auto], samples[side]), target=0.95) for side in others]
+    report(sides[auto], rows, rounds=1, prepare=release)

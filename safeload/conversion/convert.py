@@ -206,26 +206,27 @@ def convert(
             for name, value in (("executor", executor), ("resume", resume or None), ("adapters", adapters)):
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
-        started, at_once = time.perf_counter(), caching(cache)(_at_once)
-        if destinations.is_written_to(dst):
-            if record:
-                raise ValueError("record=True writes beside the destination, which is a file object: pass a path")
-            if executor is not None or resume or max_shard_size is not None:
-                raise ValueError(
-                    "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
-                )
-            options["format"], name = format or SAFETENSORS, f"<{type(dst).__name__}>"
-            suffix = next(iter(written_suffixes(options["format"])), "")
-            with destinations.ObjectFile(dst).staging(f"converted{suffix}") as temporary:
-                report = at_once(src, decide.request_of(temporary, options, **{**how, "overwrite": False}))
-            report = report._replace(destination=name, files=[name])
-        elif executor is None and not resume:
-            report = at_once(src, decide.request_of(place, options, **how))
-        else:
-            from .resume import convert_in_pieces  # only here: most conversions are written at once
+        started = time.perf_counter()
+        with caching(cache):
+            if destinations.is_written_to(dst):
+                if record:
+                    raise ValueError("record=True writes beside the destination, which is a file object: pass a path")
+                if executor is not None or resume or max_shard_size is not None:
+                    raise ValueError(
+                        "executor=, resume= and max_shard_size= need a folder, but the destination is a file object"
+                    )
+                options["format"], name = format or SAFETENSORS, f"<{type(dst).__name__}>"
+                suffix = next(iter(written_suffixes(options["format"])), "")
+                with destinations.ObjectFile(dst).staging(f"converted{suffix}") as temporary:
+                    request = decide.request_of(temporary, options, **{**how, "overwrite": False})
+                    report = _at_once(src, request)._replace(destination=name, files=[name])
+            elif executor is None and not resume:
+                report = _at_once(src, decide.request_of(place, options, **how))
+            else:
+                from .resume import convert_in_pieces  # only here: most conversions are written at once
 
-            check_executor(executor)
-            report = caching(cache)(convert_in_pieces)(src, decide.request_of(place, options, **how), executor)
+                check_executor(executor)
+                report = convert_in_pieces(src, decide.request_of(place, options, **how), executor)
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)

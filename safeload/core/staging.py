@@ -252,7 +252,13 @@ def fill_buffer(buffer: Array, spans: Spans, threads: int | None) -> int:
 
 def read_ahead(spans: Spans, threads: int | None) -> Generator[tuple[int, int]]:
     """Read all spans in order, ahead if they are large: yield addresses and sizes, valid until the next step."""
-    ring = ring_for(int(spans.lengths.sum()))
+    total = int(spans.lengths.sum())
+    if total <= IN_TURN:  # a ring takes longer than so few bytes
+        buffer = aligned_bytes(max(SMALLEST_BUFFER, total))  # alive while the consumer uses its address
+        if total:
+            yield address_of(buffer), fill_buffer(buffer, spans.joined(), threads)
+        return
+    ring = ring_for(total)
     filling = filled_ahead(_tasks_of(spans, ring, threads), ring, remote=any(map(is_remote, spans.files)))
     with closing(filling):
         for filled in filling:
