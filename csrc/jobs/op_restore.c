@@ -501,7 +501,7 @@ static int32_t restore_groups(band *self, uint64_t column, uint64_t end, sl_erro
     return SL_OK;
 }
 
-/* ---- tiles of codes that become the same codes, or those of another sign ---- */
+/* ---- tiles of codes that stay as they are, or change their sign ---- */
 
 /* Whether codes of columns become rows of codes of as many bits. If so, sets *flip to the bits in which each differs.
  */

@@ -132,7 +132,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def add_losses(report: CheckReport, path: Any, options: argparse.Namespace) -> None:
-    """Add what a conversion of ``options.source`` lost or changed."""
+    """Add the losses and changes of a conversion of ``options.source``."""
     from ..checking.proof import findings_of
 
     with common.bar("compare") as progress:

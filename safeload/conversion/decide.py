@@ -652,7 +652,7 @@ class Decider:
             self._descriptions = {k: v for k, v in self._descriptions.items() if not self._engine.drops(k)}
             names = [*self._descriptions]
         self._source = next(filter(None, map(settings_of, catalog.checkpoints)), None)
-        # Scales of the KV cache in the result, or a sentence about those that it lacks.
+        # Scales of the KV cache in the result, or a sentence about its missing scales.
         base = catalog.base if isinstance(catalog, RestructuredCatalog) and not catalog.for_engine else None
         ignored: Iterable[str] = self._ignored if base is None else base.ignored
         changes = format and (converts or base is not None)

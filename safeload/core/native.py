@@ -177,5 +177,5 @@ def private_buffer(size: int) -> Any:
 
 
 def kept(memory: Any, free: Any, *arguments: int) -> Any:
-    """Return a pointer whose last reference frees the memory, without globals, which may be gone at exit."""
+    """Return a pointer; its last reference frees the memory, without globals, which may be gone at exit."""
     return ffi.gc(memory, lambda it, cast=ffi.cast, kind=_ADDRESS: free(int(cast(kind, it)), *arguments))

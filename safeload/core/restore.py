@@ -428,7 +428,7 @@ class CodeReader:
             fields["codes"] = row.number
         elif packed.numbers != packing.TABLE:
             fields["table"] = _table_of(packed.numbers, packed.bits)
-        if packing.TABLE in self._parts:  # also of blocks, whose codes are then without their scales
+        if packing.TABLE in self._parts:  # also of blocks, for codes without their scales
             fields["table"] = self._finite_floats(packing.TABLE, 0, 1 << packed.bits)
         if packing.SHAPE in self._parts:
             part_of_shape = self._parts[packing.SHAPE]

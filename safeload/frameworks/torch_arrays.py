@@ -374,7 +374,7 @@ def is_complete(tensor: Any) -> bool:
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any]) -> list[set[str]]:
-    """Group names by shared memory, without those of tensors without memory."""
+    """Group names by shared memory; tensors without memory have no group."""
     storages: dict[Any, set[str]] = {}
     for name, tensor in state_dict.items():
         device = tensor.device

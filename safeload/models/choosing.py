@@ -300,7 +300,7 @@ def _tie_in(config: Mapping[str, Any]) -> bool | None:
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a config and those of the language model inside it."""
+    """Return a config and the configs of the language model inside it."""
     return [config, *(value for key in LANGUAGE if isinstance(value := config.get(key), Mapping))]
 
 

@@ -389,7 +389,7 @@ def move_codes(coded: Coded, target: Holds, out: Array, *, signed: bool = False,
 
 
 def turned(rows: Array, out: Array, threads: int | None = None) -> Array:
-    """Transpose rows of 4-bit codes into ``out``, whose rows hold words of codes in AWQ's order."""
+    """Transpose rows of 4-bit codes into rows of words of codes in AWQ's order, in ``out``."""
     height, width = rows.shape
     kind = Packing("", "", (2 * width, height), 1, height, 2 * width, packing.ROWS, 4, packing.TABLE, width)
     arrays = {CODES: rows, packing.TABLE: np.arange(16, dtype=np.float32)}

@@ -110,7 +110,7 @@ class Tracer(Machine):
         self.heads: set[int] = set()  # offsets of opcodes that only PROTO and FRAME precede
         self.fault = ""  # why it could not be followed to its STOP; empty if it could
         self.limited = False  # the fault is a limit of this module, not of the pickle
-        self.opcodes = 0  # including those that long lines stand for
+        self.opcodes = 0  # also of long lines, which stand for several
         self.outer: list[Any] = []  # stacks and memos of the pickles around this one
         self._buffer, self._base, self._window = b"", 0, _FIRST
 
@@ -120,7 +120,7 @@ class Tracer(Machine):
         return self.start if self.fault else self.at
 
     def run(self, most: int) -> Tracer:
-        """Follow at most ``most`` opcodes, and free what they built."""
+        """Follow at most ``most`` opcodes, and free their values."""
         is_head = True
         try:
             while True:
