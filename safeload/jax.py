@@ -150,6 +150,7 @@ def load_checkpoint(
     threads: int | None = None,
     progress: Progress = None,
     verify: Verify = None,
+    cache: Cache = "keep",
 ) -> dict[str, Array]:
     """Load a checkpoint of any format as JAX arrays, dequantized if it is quantized.
 
@@ -181,6 +182,7 @@ def load_checkpoint(
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar. A callable gets (bytes_done, bytes_total).
         verify: True, the path of a manifest, or a `safeload.Signature` to verify files against; see `safeload.load`.
+        cache: "drop" reads into private memory and drops the files' pages behind reads, see `safeload.load`.
 
     Returns:
         Arrays by name, in the order of the checkpoint or of ``names``, with all values in place. F4 and F6 tensors are
@@ -208,7 +210,8 @@ def load_checkpoint(
     options = dict(locals())
     from .frameworks import jax_arrays
 
-    return jax_arrays.load_checkpoint(**options)
+    with caching(options.pop("cache")):
+        return jax_arrays.load_checkpoint(**options)
 
 
 @public

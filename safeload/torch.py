@@ -175,6 +175,7 @@ def load_checkpoint(
     threads: int | None = None,
     progress: Progress = None,
     verify: Verify = None,
+    cache: Cache = "keep",
     mesh: DeviceMesh | None = None,
     placements: str | Mapping[str, Any] | None = None,
     local: bool = False,
@@ -205,6 +206,7 @@ def load_checkpoint(
         threads: number of reading threads; None chooses it.
         progress: True shows a progress bar while reading. A callable gets (bytes_done, bytes_total).
         verify: True, the path of a manifest, or a `safeload.Signature` to verify files against; see `safeload.load`.
+        cache: "drop" reads into private memory and drops the files' pages behind reads, see `safeload.load`.
         mesh: the processes that divide the tensors. ``device`` must be of its type; "cpu" stands for the process's own
             device of the mesh.
         placements: a mapping of shell patterns of names to ``Shard`` or ``Replicate`` of ``torch.distributed.tensor``,
@@ -244,16 +246,17 @@ def load_checkpoint(
     """
     options = dict(locals())
     divided = {key: options.pop(key) for key in ("mesh", "placements", "local", "broadcast")}
-    if mesh is None:
-        if placements is not None or local or broadcast:
-            raise ValueError("placements=, local= and broadcast= need mesh=")
-        return _load_selected(**options)
-    from .frameworks import torch_ranks
+    with caching(options.pop("cache")):
+        if mesh is None:
+            if placements is not None or local or broadcast:
+                raise ValueError("placements=, local= and broadcast= need mesh=")
+            return _load_selected(**options)
+        from .frameworks import torch_ranks
 
-    tensors: dict[str, Tensor] = torch_ranks.load(
-        **options, **{**divided, "placements": {} if placements is None else placements}
-    )
-    return tensors
+        tensors: dict[str, Tensor] = torch_ranks.load(
+            **options, **{**divided, "placements": {} if placements is None else placements}
+        )
+        return tensors
 
 
 def _load_selected(

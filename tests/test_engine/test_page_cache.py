@@ -438,6 +438,20 @@ long syscall(long number, ...) {
 """
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_checkpoints_of_frameworks_leave_nothing(cold, framework):
+    door = pytest.importorskip(f"safeload.{framework}")
+    pytest.importorskip(framework)
+    expected = door.load_checkpoint(cold)
+    drop(cold)
+    found = door.load_checkpoint(cold, cache="drop")
+    assert cached(cold) == 0
+    assert found.keys() == expected.keys()
+    assert all(bool((found[name] == array).all()) for name, array in expected.items())
+    with pytest.raises(ValueError, match="cache must be"):
+        door.load_checkpoint(cold, cache="other")
+
+
 def test_before_linux_6_5_pages_are_counted_through_a_mapping(cold, tmp_path):
     compiler = shutil.which("cc")
     if compiler is None or "asan" in os.environ.get("LD_PRELOAD", ""):
