@@ -10,15 +10,8 @@
 4. bfloat16 is an opaque type of 2 bytes with the attribute ``dtype`` = "bfloat16". Other opaque types, such as 8-bit
    floats, have no mark: they are unreadable, as are text, references and compounds.
 5. Booleans are an enumeration of FALSE = 0 and TRUE = 1; complex numbers a compound of ``r`` and ``i``.
-6. Contiguous datasets lie at a place in the file. Chunks are boxes, unpacked one at a time.
-
-Chunks are unpacked without libhdf5:
-
-1. A chunk holds a whole box of the dataset's chunk shape, also at the edges, where the rest is filling.
-2. Filters were applied in order, so they are undone from the last to the first. A bit of the chunk's mask skips one.
-3. shuffle (2): byte k of all elements, for each k. The value of the filter is the bytes of an element; the rest, less
-   than an element, follows unchanged.
-4. deflate (1): a stream of zlib. fletcher32 (3): a checksum of 4 bytes, little-endian, follows the data.
+6. Datasets are contiguous, at a place in the file, in every release of Keras since 0.2.0. Datasets that other programs
+   have divided into chunks, or stored in the header of an object, are unreadable.
 
 Keras' quantized layers open as stored: integers and their scales, under the paths that they have.
 
@@ -35,11 +28,9 @@ The structure of an HDF5 file is found by h5py; no dataset is read then:
 1. h5py (libhdf5) parses the file through a stream of ours, so it opens no other file. It is closed before a tensor is
    read: values are read by ranges.
 2. Only hard links are followed. Soft links, external links and links of other kinds are listed as unreadable, as are
-   datasets with external or virtual storage or filters other than deflate, shuffle and fletcher32. Groups that are
-   linked twice are refused.
-3. Storage must exist: datasets with unwritten parts, which would read as a fill value, are unreadable.
-4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`, `MAX_CHUNKS`. All datasets together have at most the
-   bytes of the file.
+   datasets with external or virtual storage. Groups that are linked twice are refused.
+3. Storage must exist: unwritten datasets, which would read as a fill value, are unreadable.
+4. Bounds: `MAX_OBJECTS`, `MAX_DEPTH`, `MAX_PATH`. All datasets together have at most the bytes of the file.
 
 Attributes that hold text are read without libhdf5, which trusts lengths and loops over malformed heaps:
 
@@ -64,19 +55,14 @@ from __future__ import annotations
 import io
 import json
 import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from ..core import dtypes
-from ..core.arrays import Array, array_fits, c_strides
+from ..core.arrays import array_fits
 from ..core.files import parse_json
 from ..core.names import names_below
 from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
@@ -86,11 +72,6 @@ from ..core.weight_file import WeightFile
 from ..core.zip import STORED, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
 from .archives import open_members
-from .boxed import Box, BoxedListing, Region, Stored, boxed_file, in_one_box
-
-# Largest chunk in memory, and largest ratio of deflate.
-MAX_CHUNK = 1 << 30
-MAX_RATIO = 1032
 
 # Attributes of the root that become metadata.
 _METADATA = ("keras_version", "backend", "model_config", "training_config")
@@ -105,17 +86,7 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         if paths.setdefault(".".join(steps), steps) is not steps:
             raise FormatError(f"two datasets are named {show('.'.join(steps))}", file.path)
     names = names_below(paths, request.root, file.path)
-    direct: list[Listing] = []
-    boxed: dict[str, BoxedListing] = {}
-    for full, name in names.items():
-        dataset = structure.datasets[paths[full]]
-        if isinstance(dataset, Unknown):
-            direct.append(unreadable(name, dataset))
-        elif dataset.begin is not None:
-            end = dataset.begin + dataset.nbytes
-            direct.append(Listing(name, dataset.row, dataset.shape, dataset.begin, end, big_endian=dataset.swap > 1))
-        else:
-            boxed[name] = _boxed(name, dataset, file)
+    listings = [_listing(name, structure.datasets[paths[full]]) for full, name in names.items()]
     # Attributes of the root, or of ``model_weights``; objects in JSON are parsed.
     texts = {**structure.attributes.get(("model_weights",), {}), **structure.attributes.get((), {})}
     metadata: dict[str, Any] = {key: texts[key] for key in _METADATA if key in texts}
@@ -123,84 +94,12 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
         if text.lstrip().startswith("{"):
             with suppress(ValueError, RecursionError):
                 metadata[key] = json.loads(text)
-    file.table = ListedTable(direct, metadata)
-    return Content(file, [boxed_file(file, boxed, [file.store])], [*names.values()]) if boxed else Content(file)
+    file.table = ListedTable(listings, metadata)
+    return Content(file)
 
 
-def _boxed(name: str, dataset: Dataset, file: WeightFile) -> BoxedListing:
-    """Return a dataset with its chunks, if they can be unpacked into memory that they justify."""
-    value, nbytes = dataset.value, dataset.chunk_nbytes
-    if value is not None:
-        return in_one_box(dataset.row, dataset.shape, lambda: value)
-    if nbytes > MAX_CHUNK:
-        text = f": its chunks have {nbytes:,} bytes, the limit is {MAX_CHUNK:,}"
-        raise error_about(LimitError, text, path=file.path, tensor=name)
-    strides = c_strides(dataset.chunk_shape, dataset.itemsize)
-    boxes: list[Box] = []
-    for chunk in dataset.chunks:
-        text, expected = "", nbytes + 4 * chunk.filters.count(FLETCHER32)
-        if DEFLATE in chunk.filters:
-            if nbytes > chunk.size * MAX_RATIO:
-                text = f": {chunk.size:,} bytes cannot inflate to a chunk of {nbytes:,}"
-        elif chunk.size != expected:
-            text = f": the chunk at {list(chunk.offsets)} has {chunk.size:,} bytes, expected {expected:,}"
-        if text:
-            raise error_about(FormatError, text, path=file.path, offset=chunk.begin, tensor=name)
-        sizes = tuple(min(c, n - o) for c, n, o in zip(dataset.chunk_shape, dataset.shape, chunk.offsets, strict=True))
-        stored: Stored = partial(_unpacked_chunk, file, name, dataset, chunk, sizes)
-        if dataset.swap == 1 and not chunk.filters:
-            stored = Region(file.store, chunk.begin, strides)
-        boxes.append(Box(chunk.offsets, sizes, stored))
-    return BoxedListing(dataset.row, dataset.shape, boxes)
-
-
-def _unpacked_chunk(file: WeightFile, name: str, dataset: Dataset, chunk: FileChunk, sizes: tuple[int, ...]) -> Array:
-    """Return the elements of a chunk, of which ``sizes`` are inside the dataset, in C order."""
-
-    def damaged(text: str) -> FormatError:
-        where, at = f": the chunk at {list(chunk.offsets)} {text}", min(chunk.begin, file.size)
-        return error_about(FormatError, where, path=file.path, offset=at, tensor=name)
-
-    content: Array = np.empty(chunk.size, np.uint8)
-    file.store.read_into(chunk.begin, content)
-    expected = dataset.chunk_nbytes
-    for kind in reversed(chunk.filters):
-        if kind == FLETCHER32:
-            if len(content) < 4:
-                raise damaged("has no checksum")
-            content, stored = content[:-4], int.from_bytes(content[-4:].tobytes(), "little")
-            if (checksum := fletcher32(content)) != stored:
-                raise damaged(f"has the checksum {checksum:08x}, expected {stored:08x}")
-        elif kind == DEFLATE:
-            machine = zlib.decompressobj()
-            room = expected + 4  # a checksum may be inside
-            try:
-                inflated = machine.decompress(content.data, room + 1)
-            except zlib.error as error:
-                raise damaged(f"cannot be inflated: {error}") from None
-            if len(inflated) > room or not machine.eof:
-                raise damaged(f"inflates to more than {expected:,} bytes, or is cut off")
-            content = np.frombuffer(inflated, np.uint8)
-        else:
-            whole = len(content) // dataset.shuffled * dataset.shuffled
-            content = np.concatenate([content[:whole].reshape(dataset.shuffled, -1).T.reshape(-1), content[whole:]])
-    if len(content) != expected:
-        raise damaged(f"has {len(content):,} bytes, expected {expected:,}")
-    elements = content.reshape(*dataset.chunk_shape, dataset.itemsize)[tuple(map(slice, sizes))]
-    if dataset.swap > 1:
-        elements = np.ascontiguousarray(elements).reshape(-1, dataset.swap)[:, ::-1]
-    return np.ascontiguousarray(elements)
-
-
-def fletcher32(content: Array) -> int:
-    """Return HDF5's checksum: two sums of big-endian 16-bit words modulo 65535; 0 only if all bits are 0."""
-    words = np.append(content, np.zeros(len(content) % 2, np.uint8)).view(">u2").astype(np.uint64)
-    if not words.any():
-        return 0
-    places = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(65535)
-    first = (int(words.sum()) - 1) % 65535 + 1
-    second = (int((places * words).sum()) - 1) % 65535 + 1
-    return second << 16 | first
+def _listing(name: str, dataset: Listing | Unknown) -> Listing:
+    return unreadable(name, dataset) if isinstance(dataset, Unknown) else dataset._replace(name=name)
 
 
 WEIGHTS = "model.weights.h5"
@@ -246,14 +145,10 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
 # ---- the structure of a file ----
 
 
-# Groups and datasets of a file, groups in a path, characters of a path, chunks of a file.
+# Groups and datasets of a file, groups in a path, characters of a path.
 MAX_OBJECTS = 200_000
 MAX_DEPTH = 64
 MAX_PATH = 4096
-MAX_CHUNKS = 2_000_000
-
-DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
-_FILTERS = {4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
 
 # Errors of h5py for malformed files.
 _ERRORS = (SafeloadError, OSError, KeyError, ValueError, RuntimeError, TypeError, OverflowError, MemoryError)
@@ -283,41 +178,6 @@ _GROUP_TEXTS = frozenset((*_LISTS, *_METADATA))
 _MARK = frozenset(("dtype",))
 
 
-class FileChunk(NamedTuple):
-    """A chunk of a dataset."""
-
-    offsets: tuple[int, ...]  # of its first element, along each axis
-    begin: int  # first byte in the file
-    size: int  # bytes in the file
-    filters: tuple[int, ...]  # applied to it, in order
-
-
-@dataclass
-class Dataset:
-    """A dataset and its place: contiguous, in chunks, or in memory."""
-
-    row: dtypes.Dtype
-    shape: tuple[int, ...]
-    swap: int  # bytes of a number that must be reversed; 1 for little-endian
-    begin: int | None = None  # first byte of contiguous storage
-    value: Array | None = None  # the elements, if they lie in the object's header
-    chunk_shape: tuple[int, ...] = ()
-    chunks: list[FileChunk] = field(default_factory=list)
-    shuffled: int = 1  # bytes of an element, as the shuffle filter counts
-
-    @property
-    def itemsize(self) -> int:
-        return self.row.bits // 8
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
-
-    @property
-    def chunk_nbytes(self) -> int:
-        return prod(self.chunk_shape) * self.itemsize
-
-
 class _Hdf5Stream(io.RawIOBase):
     """A file as a stream for libhdf5."""
 
@@ -345,12 +205,12 @@ class Structure:
     """The content of a file, found by a walk over its hard links."""
 
     def __init__(self, file: WeightFile) -> None:
-        self.datasets: dict[tuple[str, ...], Dataset | Unknown] = {}  # by the names of a path
+        self.datasets: dict[tuple[str, ...], Listing | Unknown] = {}  # by the names of a path
         self.attributes: dict[tuple[str, ...], dict[str, str]] = {}  # texts, by path of the group
         self._file, self._path = file, file.path
         self._groups: set[int] = set()  # addresses
-        self._known: dict[int, Dataset | Unknown] = {}  # by address
-        self._objects = self._chunks = self._stored = 0
+        self._known: dict[int, Listing | Unknown] = {}  # by address
+        self._objects = self._stored = 0
         self._h5py: Any = needed("h5py", "Keras files (HDF5) need h5py")
         stream = _Hdf5Stream(file)
         try:
@@ -454,36 +314,35 @@ class Structure:
 
     # ---- datasets ----
 
-    def _dataset(self, path: tuple[str, ...], item: Any) -> Dataset | Unknown:
+    def _dataset(self, path: tuple[str, ...], item: Any) -> Listing | Unknown:
         address = self._h5py.h5o.get_info(item).addr
         dataset = self._known.get(address)
         if dataset is not None:
             return dataset
-        shape, kind = item.shape or (), item.get_type()
+        shape, kind = tuple(item.shape or ()), item.get_type()
         titles = {getattr(self._h5py.h5t, name): title for name, title in _TITLES.items()}
-        label, before = titles.get(kind.get_class(), "an unknown type"), (self._stored, self._chunks)
+        label = titles.get(kind.get_class(), "an unknown type")
         try:
             if item.shape is None:
                 raise UnsupportedError("has no shape (a null dataspace)")
-            row, swap = self._row(item, kind)
+            row, big_endian = self._row(item, kind)
             label = row.name
             if not array_fits(shape, row.bits // 8):
                 raise UnsupportedError(f"of shape {list(shape)} needs more bytes than any memory has")
-            dataset = Dataset(row, tuple(shape), swap)
-            self._locate(path, item, dataset)
+            begin, end = self._locate(path, item, row.nbytes(prod(shape)))
+            dataset = Listing("", row, shape, begin, end, big_endian=big_endian)
         except UnsupportedError as error:
-            self._stored, self._chunks = before
-            dataset = Unknown(label, tuple(shape), str(error), kind.get_class() != self._h5py.h5t.STRING)
+            dataset = Unknown(label, shape, str(error), kind.get_class() != self._h5py.h5t.STRING)
         self._known[address] = dataset
         return dataset
 
-    def _row(self, item: Any, kind: Any) -> tuple[dtypes.Dtype, int]:
-        """Return the dtype of a dataset, and the bytes of its numbers if they must be reversed."""
+    def _row(self, item: Any, kind: Any) -> tuple[dtypes.Dtype, bool]:
+        """Return the dtype of a dataset, and True for big-endian numbers."""
         h5t = self._h5py.h5t
         mark = texts_of(self._file, self._h5py.h5o.get_info(item).addr, _MARK).get("dtype")
         if isinstance(kind, h5t.TypeOpaqueID):
             if mark == b"bfloat16" and kind.get_size() == 2:
-                return dtypes.BY_CODE["BF16"], 1
+                return dtypes.BY_CODE["BF16"], False
             raise UnsupportedError(f"of {kind.get_size()} bytes, dtype {show(mark)}, has unknown values")
         code = self._code(kind)
         if code is None:
@@ -491,8 +350,7 @@ class Structure:
         if mark == b"bfloat16" and code != "BF16":
             raise UnsupportedError(f"is {code}, but its attribute says bfloat16")
         number = kind.get_member_type(0) if isinstance(kind, h5t.TypeCompoundID) else kind
-        big = number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
-        return dtypes.BY_CODE[code], number.get_size() if big else 1
+        return dtypes.BY_CODE[code], number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
 
     def _code(self, kind: Any) -> str | None:
         """Return the code of a type whose values are exactly those of a dtype."""
@@ -515,71 +373,24 @@ class Structure:
             return f"C{size * 8}" if [*places.items()] == [(b"r", 0), (b"i", size // 2)] and alike else None
         return None
 
-    def _locate(self, path: tuple[str, ...], item: Any, dataset: Dataset) -> None:
+    def _locate(self, path: tuple[str, ...], item: Any, nbytes: int) -> tuple[int, int]:
+        """Return the bytes of a dataset in the file, and count them."""
         plist, h5d = item.get_create_plist(), self._h5py.h5d
-        layout = plist.get_layout()
         if plist.get_external_count():
             raise UnsupportedError("is stored in another file")
-        filters = [plist.get_filter(k) for k in range(plist.get_nfilters())]
-        for number, _, _, label in filters:
-            if number not in (DEFLATE, SHUFFLE, FLETCHER32):
-                name = _FILTERS.get(number) or label.decode("utf-8", "replace") or str(number)
-                raise UnsupportedError(f"is packed by the filter {show(name)} ({number})")
-        if layout not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED):
+        if plist.get_layout() in (h5d.CHUNKED, h5d.COMPACT):
+            raise UnsupportedError("is stored in chunks or in an object's header, not in one piece as by Keras")
+        if plist.get_layout() != h5d.CONTIGUOUS:
             raise UnsupportedError("is virtual: its values are in other datasets")
-        if dataset.nbytes == 0:
-            dataset.begin = 0
-        elif layout == h5d.CONTIGUOUS:
-            dataset.begin = item.get_offset()
-            if dataset.begin is None:
-                raise UnsupportedError("was never written, so it has no values of its own")
-            self._take(path, dataset.begin, dataset.nbytes)
-        elif layout == h5d.COMPACT:
-            value, space = np.empty(dataset.shape, np.dtype((np.void, dataset.itemsize))), self._h5py.h5s.ALL
-            item.read(space, space, value, mtype=item.get_type())
-            flat = np.frombuffer(value.tobytes(), np.uint8)
-            self._stored += len(flat)
-            dataset.value = np.ascontiguousarray(flat.reshape(-1, dataset.swap)[:, ::-1]).reshape(-1)
-        else:
-            dataset.chunk_shape = tuple(plist.get_chunk())
-            for number, _, values, _ in filters:
-                if number == SHUFFLE:
-                    dataset.shuffled = values[0] if values and 0 < values[0] <= 1 << 16 else dataset.itemsize
-            self._read_chunks(path, item, dataset, [number for number, *_ in filters])
-
-    def _read_chunks(self, path: tuple[str, ...], item: Any, dataset: Dataset, filters: list[int]) -> None:
-        expected = prod(-(-n // count) for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
-        self._chunks += expected
-        if self._chunks > MAX_CHUNKS:
-            raise self._limit(f"the file has more than {MAX_CHUNKS:,} chunks")
-        chunks: list[FileChunk] = []
-
-        def add(info: Any) -> bool | None:
-            used = tuple(number for k, number in enumerate(filters) if not info.filter_mask >> k & 1)
-            chunks.append(FileChunk(tuple(info.chunk_offset), info.byte_offset, info.size, used))
-            return True if len(chunks) > expected else None
-
-        item.chunk_iter(add)
-        # Chunks beyond the shape remain after a dataset has shrunk.
-        inside = [chunk for chunk in chunks if all(o < n for o, n in zip(chunk.offsets, dataset.shape, strict=True))]
-        if len(inside) != expected or len(chunks) > expected:
-            raise UnsupportedError(f"has {len(inside):,} of {expected:,} chunks: the others were never written")
-        for chunk in inside:
-            if any(o % count for o, count in zip(chunk.offsets, dataset.chunk_shape, strict=True)):
-                text = f"{show('/'.join(path))} has a chunk at {list(chunk.offsets)}, not at a multiple of its shape"
-                raise FormatError(text, self._path)
-            self._take(path, chunk.begin, chunk.size)
-        cut = any(n % count for n, count in zip(dataset.shape, dataset.chunk_shape, strict=True))
-        if cut and any(chunk.filters == (SHUFFLE,) for chunk in inside):
-            raise UnsupportedError("is shuffled but not compressed, and its last chunks may be unfiltered")
-        dataset.chunks = inside
-
-    def _take(self, path: tuple[str, ...], begin: int, size: int) -> None:
-        """Refuse storage beyond the file, and count its bytes."""
-        if begin + size > self._file.size:
-            text = f"{show('/'.join(path))} reaches to byte {begin + size:,}, but the file has {self._file.size:,}"
+        begin = item.get_offset() if nbytes else 0
+        if begin is None:
+            raise UnsupportedError("was never written, so it has no values of its own")
+        end = begin + nbytes
+        if end > self._file.size:
+            text = f"{show('/'.join(path))} reaches to byte {end:,}, but the file has {self._file.size:,}"
             raise FormatError(text, self._path, min(begin, self._file.size))
-        self._stored += size
+        self._stored += nbytes
+        return begin, end
 
 
 def _usual(h5t: Any, kind: Any) -> bool:
