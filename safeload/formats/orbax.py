@@ -16,22 +16,22 @@
 8. A `CheckpointManager` keeps a folder for each step, and in it a checkpoint, or one for each item.
    ``_CHECKPOINT_METADATA``, ``_sharding`` and ``array_metadatas`` are not needed to read tensors.
 
-Its arrays are zarr arrays, versions 2 and 3, as tensorstore writes them; their chunks become boxes.
+Its arrays are zarr arrays, versions 2 and 3, as Orbax has tensorstore write them; their chunks become boxes.
 
 1. Version 2, ``.zarray``: JSON with ``zarr_format`` 2, ``shape``, ``chunks``, ``dtype`` (NumPy's code "<f4", or
-   tensorstore's name "bfloat16"), ``order`` "C" or "F", ``compressor`` (null or ``{"id": "zstd"}``), ``filters``
-   (none), ``dimension_separator`` "." or "/", ``fill_value``. Keys of chunks: "0.1"; "0" without axes.
+   tensorstore's name "bfloat16"), ``order`` "C", ``compressor`` (null or ``{"id": "zstd"}``), ``filters`` (none),
+   ``dimension_separator`` ".", ``fill_value``. Keys of chunks: "0.1"; "0" without axes.
 2. Version 3, ``zarr.json``: ``zarr_format`` 3, ``node_type`` "array", ``shape``, ``data_type``, ``chunk_grid``
-   (regular), ``chunk_key_encoding`` ("default": "c/0/1", and "c" without axes; or "v2"), ``codecs``, ``fill_value``.
-3. Codecs of version 3: ``transpose`` (once), ``bytes`` (``endian``), then ``crc32c`` and ``zstd`` (each once). Or a
-   single ``sharding_indexed``: a file holds a grid of smaller chunks with codecs of their own.
+   (regular), ``chunk_key_encoding`` ("default": "c/0/1", and "c" without axes), ``codecs``, ``fill_value``.
+3. Codecs of version 3: ``bytes``, little-endian, then ``zstd`` or nothing. Or a single ``sharding_indexed``: a file
+   holds a grid of smaller chunks with these codecs.
 4. Chunks at the border have full size. int2 and int4 take a byte each, of which the low bits count.
 
 Chunks:
 
-1. A key holds a chunk, or with ``sharding_indexed`` a shard: a grid of chunks in C order and an index, before or after
-   them: u64 offset and u64 length of each chunk, little-endian, then a CRC-32C if the codecs say so. Offsets count from
-   the beginning of the value; both numbers are 2**64 - 1 for a chunk that is not stored.
+1. A key holds a chunk, or with ``sharding_indexed`` a shard: a grid of chunks in C order, then an index: u64 offset and
+   u64 length of each chunk, little-endian, and a CRC-32C. Offsets count from the beginning of the value; both numbers
+   are 2**64 - 1 for a chunk that is not stored.
 2. A chunk that is not stored has the fill value, unless the checkpoint says that all chunks were stored. tensorstore
    leaves out chunks that equal it, such as the zeros of a new optimizer, so few keys can stand for large arrays. They
    cost memory only when they are read.
@@ -65,7 +65,7 @@ from ..remote.remote_store import RemoteStore
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored
 from .numbered import ORBAX_METADATA
 from .ocdbt import MANIFEST, Value, crc32c, read_tree
-from .zstd import MAX_RATIO, FrameStore, KeptFrames, decompressed, reader
+from .zstd import MAX_RATIO, FrameStore, KeptFrames, reader
 
 # Bytes of the metadata of an array. It has a few hundred.
 MAX_ARRAY_METADATA = 1 << 20
@@ -354,7 +354,7 @@ def _described(
 V2, V3 = ".zarray", "zarr.json"
 ZSTD, CRC32C = "zstd", "crc32c"
 _LARGEST = 1 << 62
-_CODE = re.compile(r"([<>|])([biufc])([0-9]{1,2})", re.ASCII)
+_CODE = re.compile(r"[<|]([biufc])([0-9]{1,2})", re.ASCII)
 _HEX = re.compile(r"0x[0-9a-fA-F]{1,16}", re.ASCII)
 # Dtypes of fewer than 8 bits, which take a byte each: opened as int8, with the bits that count.
 _NARROW = {"int4": 4, "int2": 2}
@@ -378,15 +378,9 @@ class ZarrArray:
     shape: tuple[int, ...]
     grid: tuple[int, ...]  # shape of a chunk with a key of its own
     chunk: tuple[int, ...]  # shape of every chunk
-    separator: str
-    prefix = ""  # "c" in version 3
     bits: int | None = None  # the low bits of each byte that count, if not all
-    axes: tuple[int, ...] | None = None  # order in which a chunk has the axes; None for C order
-    swapped = False  # True if elements are big-endian
-    steps: tuple[str, ...] = ()  # what was done to the bytes of a chunk, in order
+    compressed = False  # True if a chunk is a zstd frame
     sharded = False  # True if the value of a key is a grid of chunks with an index
-    index_first = False  # True if the index precedes the chunks
-    index_checked = False  # True if a CRC-32C follows the index
     fill: bytes | None = None  # an element of chunks that a shard lacks; None if all should be stored
     frames: KeptFrames | None = None  # keeps decompressors; None to unpack chunks as a whole
 
@@ -398,6 +392,7 @@ class ZarrArray:
             optional = type(value) is dict and value.get("must_understand") is False
             if key not in (_V2_FIELDS if version == 2 else _V3_FIELDS) and not optional:
                 raise self._unsupported(f"the field {show(key)}, which safeload does not know")
+        self.separator, self.prefix = (".", "") if version == 2 else ("/", "c")  # of keys
         if version == 2:
             self._read_version2(fields)
         else:
@@ -425,16 +420,15 @@ class ZarrArray:
     def _read_dtype(self, text: Any, match: re.Match[str] | None) -> None:
         name = text
         if match is not None:
-            kind, size = match[2], int(match[3])
+            kind, size = match[1], int(match[2])
             name = "bool" if match[0] == "|b1" else f"{_KINDS[kind]}{8 * size}" if kind != "b" else None
         if type(name) is str and name in _NARROW:
             self.row, self.bits = dtypes.BY_NAME["int8"], _NARROW[name]
             return
         row = dtypes.BY_NAME.get(name) if type(name) is str else None
-        swapped = match is not None and match[1] == ">"
-        if row is None or row.packed or (swapped and row.complex):
-            raise self._unsupported(f"dtype {show(text)}, which no array can represent")
-        self.row, self.swapped = row, swapped and row.bits > 8
+        if row is None or row.packed:
+            raise self._unsupported(f"dtype {show(text)}, which no array can represent, or Orbax never writes")
+        self.row = row
 
     def _extension(self, value: Any, what: str) -> tuple[str, Mapping[str, Any]]:
         """Return the name and the configuration of a codec or another extension of version 3."""
@@ -451,18 +445,17 @@ class ZarrArray:
         self.grid = self.chunk = self._sizes(fields.get("chunks"), "chunks", least=1)
         text = fields.get("dtype")
         self._read_dtype(text, _CODE.fullmatch(text) if type(text) is str else None)
-        order, self.separator = fields.get("order"), fields.get("dimension_separator", ".")
-        if order not in ("C", "F") or self.separator not in (".", "/"):
-            raise self._error(f"order {show(order)} or dimension_separator {show(self.separator)} is unknown")
+        order, separator = fields.get("order"), fields.get("dimension_separator", ".")
+        if order != "C" or separator != ".":
+            text = f"order {show(order)} and dimension_separator {show(separator)}"
+            raise self._unsupported(f"{text}; safeload reads order C and separators .")
         if fields.get("filters"):
             raise self._unsupported(f"filters {show(fields['filters'])[:100]}, which safeload does not read")
         if (compressor := fields.get("compressor")) is not None:
             codec = compressor.get("id") if type(compressor) is dict else compressor
             if codec != ZSTD:
                 raise self._unsupported(f"compressor {show(codec)[:100]}; safeload reads zstd and uncompressed chunks")
-            self.steps = (ZSTD,)
-        if order == "F" and len(self.shape) > 1:
-            self.axes = tuple(reversed(range(len(self.shape))))
+            self.compressed = True
 
     def _read_version3(self, fields: Mapping[str, Any]) -> None:
         if fields.get("node_type") != "array":
@@ -475,10 +468,9 @@ class ZarrArray:
             raise self._unsupported(f"chunk_grid {show(kind)}; safeload reads regular grids")
         self.grid = self.chunk = self._sizes(configuration.get("chunk_shape"), "chunk_shape", least=1)
         encoding, configuration = self._extension(fields.get("chunk_key_encoding"), "chunk_key_encoding")
-        self.separator = configuration.get("separator", "/" if encoding == "default" else ".")
-        if encoding not in ("default", "v2") or self.separator not in (".", "/"):
-            raise self._unsupported(f"chunk_key_encoding {show(encoding)} with separator {show(self.separator)}")
-        self.prefix = "c" if encoding == "default" else ""
+        separator = configuration.get("separator", "/")
+        if encoding != "default" or separator != "/":
+            raise self._unsupported(f"chunk_key_encoding {show(encoding)} with separator {show(separator)}")
         self._read_dtype(fields.get("data_type"), None)
         codecs: Any = fields.get("codecs")
         name, configuration = self._extension(codecs[0] if type(codecs) is list and codecs else None, "codecs")
@@ -487,49 +479,25 @@ class ZarrArray:
             if len(codecs) > 1:
                 raise self._unsupported("codecs after sharding_indexed, which safeload does not read")
             self.chunk = self._sizes(configuration.get("chunk_shape"), "chunk_shape of sharding_indexed", least=1)
-            codecs = configuration.get("codecs")
-            self._read_index_codecs(configuration.get("index_codecs"))
             location = configuration.get("index_location", "end")
-            if location not in ("start", "end"):
-                raise self._error(f"index_location must be start or end, got {show(location)}")
-            self.index_first = location == "start"
-        self._read_codecs(codecs)
+            index = self._steps(configuration.get("index_codecs"), "index_codecs")
+            if index != [CRC32C] or location != "end":
+                text = f"an index of {', '.join(map(show, index[:8])) or 'bytes'} at {show(location)}"
+                raise self._unsupported(f"{text}; safeload reads bytes and crc32c at the end")
+            codecs = configuration.get("codecs")
+        steps = self._steps(codecs, "codecs", endian="little" if self.row.bits <= 8 else None)
+        if steps not in ([], [ZSTD]):
+            raise self._unsupported(f"codecs bytes, {', '.join(map(show, steps[:8]))}; safeload reads bytes and zstd")
+        self.compressed = steps == [ZSTD]
 
-    def _read_codecs(self, codecs: Any) -> None:
+    def _steps(self, codecs: Any, what: str, endian: str | None = None) -> list[str]:
+        """Return the names of the codecs after ``bytes``, which ``endian`` describes if the codec does not."""
         if type(codecs) is not list:
-            raise self._error(f"codecs must be a list, got {show(codecs)[:100]}")
-        rank, endian = len(self.chunk), None
-        for codec in codecs:
-            name, configuration = self._extension(codec, "a codec")
-            if name == "transpose" and self.axes is None and endian is None:
-                order: Any = configuration.get("order")
-                numbers = type(order) is list and all(type(axis) is int for axis in order)
-                if not numbers or sorted(order) != list(range(rank)):
-                    raise self._error(f"the order of transpose must list {rank} axes, got {show(order)[:100]}")
-                self.axes = tuple(order)
-            elif name == "bytes" and endian is None:
-                endian = configuration.get("endian", "little" if self.row.bits <= 8 else None)
-                if endian not in ("little", "big"):
-                    raise self._error(f"endian must be little or big, got {show(endian)}")
-                self.swapped = endian == "big" and self.row.bits > 8
-                if self.swapped and self.row.complex:
-                    raise self._unsupported("big-endian complex numbers, which safeload does not read")
-            elif name in (ZSTD, CRC32C) and endian is not None and name not in self.steps:
-                self.steps += (name,)
-            else:
-                supported = "safeload reads transpose, bytes, zstd and crc32c, and one sharding_indexed"
-                raise self._unsupported(f"codec {show(name)} there; {supported}")
-        if endian is None:
-            raise self._error("codecs must include bytes")
-
-    def _read_index_codecs(self, codecs: Any) -> None:
-        if type(codecs) is not list:
-            raise self._error(f"index_codecs must be a list, got {show(codecs)[:100]}")
-        steps = [self._extension(codec, "a codec of the index") for codec in codecs]
-        names = [name for name, _ in steps]
-        if names not in (["bytes"], ["bytes", CRC32C]) or steps[0][1].get("endian") != "little":
-            raise self._unsupported(f"index_codecs {', '.join(map(show, names[:8]))}; safeload reads bytes and crc32c")
-        self.index_checked = len(names) == 2
+            raise self._error(f"{what} must be a list, got {show(codecs)[:100]}")
+        names = [self._extension(codec, f"a codec of {what}") for codec in codecs]
+        if not names or names[0][0] != "bytes" or names[0][1].get("endian", endian) != "little":
+            raise self._unsupported(f"{what} {show(codecs)[:100]}; safeload reads little-endian bytes first")
+        return [name for name, _ in names[1:]]
 
     def missing_element(self, path: str) -> bytes:
         """Return the bytes of an element that is not stored."""
@@ -556,14 +524,6 @@ class ZarrArray:
         raise UnsupportedError(text, path=path, tensor=self.name)
 
     # ---- its chunks ----
-
-    @property
-    def strides(self) -> tuple[int, ...] | None:
-        """Bytes between neighbours in a chunk along each axis; None for C order."""
-        if self.axes is None:
-            return None
-        stored = c_strides(tuple(self.chunk[axis] for axis in self.axes), self.itemsize)
-        return tuple(stored[self.axes.index(axis)] for axis in range(len(stored)))
 
     def inside(self, shape: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of the part of a chunk that is inside the array; none is positive beyond it."""
@@ -610,13 +570,13 @@ class StoredBytes(NamedTuple):
     path: str  # in messages
 
 
-def _read_index(stored: StoredBytes, size: int, array: ZarrArray) -> Array:
+def _read_index(stored: StoredBytes, size: int) -> Array:
     """Return offset and length of each chunk of a shard."""
-    begin = stored.begin + (0 if array.index_first else stored.length - size)
+    begin = stored.begin + stored.length - size
     memory = bytearray(size)
     stored.store.read_into(begin, memory)
-    index = memory[: size // 16 * 16]
-    if array.index_checked and crc32c(index) != int.from_bytes(memory[-_CHECKSUM:], "little"):
+    index = memory[:-_CHECKSUM]
+    if crc32c(index) != int.from_bytes(memory[-_CHECKSUM:], "little"):
         raise FormatError("the checksum of the index of a shard is wrong", stored.path, begin)
     return np.frombuffer(index, "<u8").reshape(-1, 2)
 
@@ -638,52 +598,29 @@ def _locate_in_shard(
 
 def _locate(stored: StoredBytes, array: ZarrArray, sizes: tuple[int, ...]) -> Stored:
     """Return the elements of a stored chunk, of which ``sizes`` are inside the tensor."""
-    if array.bits is not None or array.swapped or (array.steps and not (array.frames and array.steps == (ZSTD,))):
+    if array.bits is not None or (array.compressed and not array.frames):
         return partial(_unpacked, stored, array, sizes)
-    strides = array.strides
-    if strides is None and sizes != array.chunk:
-        strides = c_strides(array.chunk, array.itemsize)
+    strides = None if sizes == array.chunk else c_strides(array.chunk, array.itemsize)
     store, begin, length, path = stored
-    if not array.steps:
+    if not array.compressed:
         array.check_length(length, stored)
         return Region(store, begin, strides)
     return Region(FrameStore(store, begin, length, array.chunk_nbytes, path, kept=array.frames), 0, strides)
 
 
 def _unpacked(stored: StoredBytes, array: ZarrArray, sizes: tuple[int, ...]) -> Array:
-    strides = array.strides or c_strides(array.chunk, array.itemsize)
-    elements: Array = np.ndarray((*array.chunk, array.itemsize), np.uint8, _content(stored, array), 0, (*strides, 1))
-    elements = elements[tuple(map(slice, sizes))]
-    if array.swapped:
-        elements = elements[..., ::-1]
+    store, begin, length, path = stored
+    content: Array = np.empty(array.chunk_nbytes, np.uint8)
+    if array.compressed:
+        store, begin = FrameStore(store, begin, length, content.size, path), 0
+    else:
+        array.check_length(length, stored)
+    store.read_into(begin, content)
+    elements = content.reshape(*array.chunk, array.itemsize)[tuple(map(slice, sizes))]
     if array.bits is not None:
         unused = np.int8(8 - array.bits)
         elements = (elements.view(np.int8) << unused >> unused).view(np.uint8)
     return np.ascontiguousarray(elements)
-
-
-def _content(stored: StoredBytes, array: ZarrArray) -> Array:
-    """Undo the steps, the last one first."""
-    store, begin, length, path = stored
-    size, steps = array.chunk_nbytes, array.steps
-    if steps == (ZSTD,):
-        memory = np.empty(size, np.uint8)
-        FrameStore(store, begin, length, size, path).read_into(0, memory)
-        return memory
-    memory = np.empty(length, np.uint8)
-    store.read_into(begin, memory)
-    for k in reversed(range(len(steps))):
-        if steps[k] == ZSTD:
-            expected = size + _CHECKSUM * steps[:k].count(CRC32C)
-            frame = Unpacked(memory.tobytes())
-            memory = np.frombuffer(decompressed(frame, 0, frame.size, expected, path, name=array.name), np.uint8)
-            continue
-        checksum = int.from_bytes(memory[-_CHECKSUM:].tobytes(), "little")
-        if len(memory) < _CHECKSUM or crc32c(memory[:-_CHECKSUM]) != checksum:
-            raise array.fault("the checksum of a chunk is wrong", stored)
-        memory = memory[:-_CHECKSUM]
-    array.check_length(len(memory), stored)
-    return memory
 
 
 class ChunkFinder:
@@ -741,7 +678,7 @@ class ChunkFinder:
     def listing(self, array: ZarrArray, places: Sequence[tuple[tuple[int, ...], Value]]) -> BoxedListing:
         """Return a tensor with its boxes; the files of ``places`` must be open."""
         nbytes = array.chunk_nbytes
-        if ZSTD in array.steps:
+        if array.compressed:
             reader()
         tensor_bytes = prod(array.shape) * array.itemsize
         if tensor_bytes and nbytes > 4 * tensor_bytes + MAX_PADDING:
@@ -790,14 +727,14 @@ class ChunkFinder:
     def _claim(self, array: ZarrArray, stored: StoredBytes, nbytes: int) -> None:
         """Check that stored bytes can hold elements."""
         self._provided += stored.length
-        if nbytes > stored.length * (MAX_RATIO if ZSTD in array.steps or array.fill is not None else 1):
+        if nbytes > stored.length * (MAX_RATIO if array.compressed or array.fill is not None else 1):
             raise array.fault(f"a chunk has {nbytes:,} bytes, but {stored.length:,} bytes store it", stored)
 
     def _in_shard(self, array: ZarrArray, offsets: tuple[int, ...], stored: StoredBytes) -> Iterator[Box]:
         """Yield the chunks of a shard that are inside the tensor; its index is read on first use."""
         counts = [outer // size for outer, size in zip(array.grid, array.chunk, strict=True)]
         count = prod(counts)
-        size = 16 * count + (_CHECKSUM if array.index_checked else 0)
+        size = 16 * count + _CHECKSUM
         if size > stored.length:
             text = f"a shard of {count:,} chunks needs an index of {size:,} bytes, but it has {stored.length:,}"
             raise array.fault(text, stored)
@@ -805,7 +742,7 @@ class ChunkFinder:
         if self._in_shards > MAX_IN_SHARDS:
             text = f": with it the shards have more than {MAX_IN_SHARDS:,} chunks"
             raise self._folder.error(LimitError, text, array.name)
-        shard_index = cache(partial(_read_index, stored, size, array))
+        shard_index = cache(partial(_read_index, stored, size))
         inside = 0
         for number, index in enumerate(product(*map(range, counts))):
             begin = tuple(offset + k * size for offset, k, size in zip(offsets, index, array.chunk, strict=True))
