@@ -4,7 +4,8 @@
    low bits on; those of 6 bits are 4 in 3 bytes.
 2. Without it, ``float_data`` and ``double_data`` hold floats and complex numbers as they are. ``int32_data`` holds
    varints: smaller integers, bools, the bit patterns of float16, bfloat16, float8 and float6, and the bytes of elements
-   of 4 and 2 bits. ``int64_data`` and ``uint64_data`` hold int64, and uint32 and uint64, as varints.
+   of 4 and 2 bits. ``int64_data`` and ``uint64_data`` hold int64, and uint32 and uint64, as varints. Each is a single
+   field: onnx packs them, in every release.
 3. With ``data_location`` 1 the elements are in another file: ``external_data`` has its ``location`` relative to the
    model's folder, ``offset`` and ``length`` in bytes as text. ``checksum`` is not compared.
 
@@ -40,7 +41,7 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -55,7 +56,7 @@ from ..core.table import ListedTable, Listing, Unknown, unreadable
 from ..core.text import error_about, plural, show
 from ..core.weight_file import ByteReader, WeightFile, open_without_table
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError
-from .boxed import BoxedListing, Region, boxed_file, in_one_box, in_pieces
+from .boxed import BoxedListing, boxed_file, in_one_box
 
 # Maximum number of fields of a file; a graph of 100,000 nodes has about 2 million.
 MAX_FIELDS = 20_000_000
@@ -97,14 +98,12 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 MAX_DEPTH = 32
 # Maximum number of tensors; the largest real models have some ten thousand.
 MAX_TENSORS = 1_000_000
-# Fields with numbers of all tensors: one for each tensor if they are packed, as ONNX prescribes, else one for a number.
-MAX_PIECES = 1 << 18
 # Attributes of a node, and graphs in an attribute; real nodes have some ten.
 MAX_ATTRIBUTES = 10_000
 # Entries of external_data: location, offset, length, checksum and a few more.
 MAX_EXTERNAL = 64
 
-# Fields with numbers: their names, and their wire type if each number has a field of its own.
+# Fields with numbers: their names, and their wire type if they are not packed.
 _DATA_FIELDS = {
     4: ("float_data", FOUR),
     5: ("int32_data", VARINT),
@@ -186,10 +185,11 @@ class TensorProto:
     data_type: int = 0
     location: int = 0  # 1 if the elements are in another file
     raw: ByteSpan | None = None
-    pieces: Mapping[str, list[ByteSpan]] = dataclasses.field(default_factory=lambda: _NOTHING)  # by name of the field
+    numbers: Mapping[str, ByteSpan] = dataclasses.field(default_factory=lambda: _NOTHING)  # by name of the field
     external: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NOTHING)
     segment: bool = False
     strings: bool = False
+    divided: bool = False  # numbers are not packed into a single field
 
     @property
     def file(self) -> str:
@@ -209,7 +209,7 @@ class OnnxModel(ByteReader):
         self.boxed: dict[str, BoxedListing] = {}
         self.external: dict[str, WeightFile] = {}  # files of external data
         self._missing: dict[str, str] = {}  # why a file of external data cannot be opened
-        self._fields = self._text = self._pieces = 0
+        self._fields = self._text = 0
         self._read()
 
     def _read(self) -> None:
@@ -415,14 +415,9 @@ class OnnxModel(ByteReader):
                 name, wire = _DATA_FIELDS[number]
                 if field.wire not in (BYTES, wire):
                     raise self.fault(f"{name} must be numbers, got wire type {field.wire}", field.begin)
-                tensor.pieces = tensor.pieces or {}
-                pieces = tensor.pieces.setdefault(name, [])  # type: ignore[attr-defined]
+                tensor.divided |= field.wire != BYTES or name in tensor.numbers
                 if field.begin < field.end:
-                    pieces.append((field.begin, field.end))
-                    self._pieces += 1
-                self._check_count(
-                    self._pieces, MAX_PIECES, "fields with numbers, which ONNX packs into one a tensor", field
-                )
+                    tensor.numbers = {**tensor.numbers, name: (field.begin, field.end)}
             elif number == 13:
                 key, value = self._pair(field, "an entry of external_data")
                 tensor.external = {**tensor.external, str(key or ""): str(value or "")}
@@ -465,17 +460,17 @@ class OnnxModel(ByteReader):
         if row.packed and count % row.block:
             raise UnsupportedError(f"has {count} elements of {row.bits} bits, which end inside a byte")
         nbytes = -(-count * type_.bits // 8)
-        if tensor.segment:
-            raise UnsupportedError("is a segment of a tensor")
+        if tensor.segment or tensor.divided:
+            raise UnsupportedError(f"is {'a segment of a tensor' if tensor.segment else 'stored in several fields'}")
         if tensor.location not in (0, 1):
             raise self.fault(f": data_location is {tensor.location}, expected 0 or 1", tensor.at, tensor.name)
         file, place = self.file, tensor.raw
         if tensor.location == 1:
-            if tensor.raw is not None or any(tensor.pieces.values()):
+            if tensor.raw is not None or tensor.numbers:
                 raise self.fault(" has elements both in the model and in another file", tensor.at, tensor.name)
             file, place = self._external_place(tensor, nbytes)
-        elif tensor.raw is not None and any(tensor.pieces.values()):
-            raise self.fault(f" has raw_data and {', '.join(tensor.pieces)}", tensor.at, tensor.name)
+        elif tensor.raw is not None and tensor.numbers:
+            raise self.fault(f" has raw_data and {', '.join(tensor.numbers)}", tensor.at, tensor.name)
         if place is None and count:
             return file, self._of_numbers(tensor, type_, count)
         begin, end = place or (0, 0)
@@ -483,27 +478,21 @@ class OnnxModel(ByteReader):
             text = f": {type_.name} {list(shape)} needs {nbytes} bytes, but raw_data has {end - begin}"
             raise self.fault(text, tensor.at, tensor.name)
         if type_.small and count:
-            return file, in_one_box(row, shape, partial(_unpacked, file, [(begin, end)], type_, count, varints=False))
+            return file, in_one_box(row, shape, partial(_unpacked, file, (begin, end), type_, count, varints=False))
         return file, Listing(tensor.name, row, shape, begin, end)
 
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
         """Return a tensor whose elements are in the field of its type."""
         file, row, shape = self.file, dtypes.BY_CODE[type_.code], tensor.dims
         fault = partial(self.fault, position=tensor.at, tensor=tensor.name)
-        if any(pieces for field, pieces in tensor.pieces.items() if field != type_.field):
-            raise fault(f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.pieces)}")
-        pieces = tensor.pieces.get(type_.field, [])
-        stored = sum(end - begin for begin, end in pieces)
+        if tensor.numbers.keys() - {type_.field}:
+            raise fault(f": {type_.name} has its elements in {type_.field}, got {', '.join(tensor.numbers)}")
+        begin, end = place = tensor.numbers.get(type_.field, (0, 0))
+        stored = end - begin
         if type_.field in ("float_data", "double_data"):
-            nbytes, itemsize = row.nbytes(count), row.nbytes(1)
-            if stored != nbytes:
+            if stored != (nbytes := row.nbytes(count)):
                 raise fault(f": {type_.name} {list(shape)} needs {nbytes} bytes, but {type_.field} has {stored}")
-            if len(pieces) == 1:
-                return Listing(tensor.name, row, shape, *pieces[0])
-            if any((end - begin) % itemsize for begin, end in pieces):
-                raise UnsupportedError("is stored in pieces that end inside an element")
-            regions = ((Region(file.store, begin), (end - begin) // itemsize) for begin, end in pieces)
-            return in_pieces(row, shape, regions)
+            return Listing(tensor.name, row, shape, begin, end)
         numbers = type_.numbers(count)
         if not numbers <= stored <= 10 * numbers:
             raise fault(f": {type_.name} {list(shape)} needs {numbers} numbers, but {type_.field} has {stored} bytes")
@@ -511,7 +500,7 @@ class OnnxModel(ByteReader):
             raise UnsupportedError(f"{list(shape)} is stored as numbers, and its rows end inside a byte")
         if row.packed:
             shape = (*shape[:-1], row.nbytes(shape[-1]))
-        return in_one_box(row, shape, partial(_unpacked, file, pieces, type_, count, varints=True))
+        return in_one_box(row, shape, partial(_unpacked, file, place, type_, count, varints=True))
 
     # ---- external data ----
 
@@ -589,13 +578,11 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
 # ---- elements that are decoded when they are read ----
 
 
-def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, count: int, *, varints: bool) -> Array:
+def _unpacked(file: WeightFile, place: ByteSpan, type_: ElementType, count: int, *, varints: bool) -> Array:
     """Return elements as bytes: each small integer in a byte of its own."""
-    data: Array = np.empty(sum(end - begin for begin, end in pieces), np.uint8)
-    at = 0
-    for begin, end in pieces:
-        file.store.read_into(begin, data[at : at + end - begin])
-        at += end - begin
+    begin, end = place
+    data: Array = np.empty(end - begin, np.uint8)
+    file.store.read_into(begin, data)
     if varints:
         ends = np.flatnonzero(data < 0x80)
         begins = np.concatenate([np.zeros(min(1, len(ends)), np.intp), ends[:-1] + 1])
@@ -609,7 +596,7 @@ def _unpacked(file: WeightFile, pieces: Sequence[ByteSpan], type_: ElementType, 
         elif len(ends) != expected:
             text = f" has {len(ends)} numbers, expected {expected}"
         if text:
-            raise FormatError(f"{type_.field}{text}", file.path, pieces[0][0])
+            raise FormatError(f"{type_.field}{text}", file.path, begin)
         values = np.zeros(len(ends), np.uint64)
         for k in range(longest):
             which = np.flatnonzero(sizes > k)
