@@ -7,7 +7,7 @@ that reads tensors by ranges also reads tensors in boxes, in bounded memory.
 
 1. The shape of a tensor here only says where the boxes are. A tensor divided as a flat vector has one axis.
 2. The bytes of an element are the last axis, because requests may begin and end inside an element.
-3. Boxes must not overlap, and must cover the tensor unless it has a fill element. Equal boxes are replicas; the first
+3. Boxes must not overlap, and must cover the tensor unless the rest of it is zeros. Equal boxes are replicas; the first
    is read.
 4. The elements of a box lie in a store, with any strides, or must be unpacked. Boxes that cannot be read row by row
    are unpacked whole and kept for the following reads: at most `_KEPT` bytes, or as many as lie side by side. Opening a
@@ -78,13 +78,11 @@ class Box(NamedTuple):
 
 
 class BoxedTensor:
-    """A tensor and its boxes, checked; ``fill`` is an element outside of them, None if they cover the tensor."""
+    """A tensor and its boxes, checked; with ``gaps``, elements in none of them are zeros."""
 
-    def __init__(
-        self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], fill: bytes | None = None
-    ) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], gaps: bool) -> None:
         self.name = name
-        self.fill = None if fill is None else np.frombuffer(fill, np.uint8)
+        self.gaps = gaps
         self.shape = (*shape, itemsize)
         self.nbytes = prod(self.shape)
         self.begin = 0  # in the assembled file
@@ -123,9 +121,13 @@ class BoxedTensor:
 
 
 def checked(
-    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, fill: bytes | None = None
+    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, zeros: bool = False
 ) -> BoxedTensor:
-    """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped."""
+    """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped.
+
+    Args:
+        zeros: elements in no box are zeros.
+    """
     error = partial(error_about, path=path, tensor=name)
     if len(shape) > MAX_RANK:
         raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
@@ -149,10 +151,10 @@ def checked(
             text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
             raise error(FormatError, text)
     size, total = prod(shape), sum(prod(sizes) for _, sizes in distinct)
-    if total != size and fill is None:
+    if total != size and not zeros:
         text = f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks"
         raise error(FormatError, f"{text}; is a file missing?")
-    return BoxedTensor(name, shape, itemsize, list(distinct.values()), fill if total != size else None)
+    return BoxedTensor(name, shape, itemsize, list(distinct.values()), gaps=total != size)
 
 
 def _overlapping(begins: Array, ends: Array, interlocked: Callable[[], LimitError]) -> tuple[int, int] | None:
@@ -256,8 +258,8 @@ class AssembledStore(RemoteStore):
 
     def _read_box(self, tensor: BoxedTensor, low: tuple[int, ...], target: Array) -> None:
         high = tuple(first + count for first, count in zip(low, target.shape, strict=True))
-        if tensor.fill is not None:
-            target[...] = tensor.fill[low[-1] : high[-1]]
+        if tensor.gaps:
+            target[...] = 0
         for box in tensor.touched(low[:-1], high[:-1]):
             offsets, sizes = (*box.offsets, 0), (*box.sizes, tensor.shape[-1])
             first = tuple(map(max, low, offsets))
@@ -359,7 +361,7 @@ class BoxedListing(NamedTuple):
     boxes: list[Box]
     flat: bool = False  # boxes divide the elements as a vector, not the axes
     unknown: Unknown | None = None  # the tensor cannot be read, and has no boxes
-    fill: bytes | None = None  # of an element in no box; None if boxes cover the tensor
+    zeros: bool = False  # elements in no box are zeros
 
 
 def in_one_box(row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> BoxedListing:
@@ -397,8 +399,8 @@ def boxed_file(
     """
     path = path or file.path
     boxed = [
-        checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, fill=fill)
-        for name, (row, shape, boxes, flat, _, fill) in tensors.items()
+        checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, zeros=zeros)
+        for name, (row, shape, boxes, flat, _, zeros) in tensors.items()
     ]
     store = AssembledStore(path, boxed, stores, file.identity)
     opened = WeightFile(path, store, ListedTable(map(_listing, tensors.values(), boxed), **table))

@@ -32,9 +32,9 @@ Chunks:
 1. A key holds a chunk, or with ``sharding_indexed`` a shard: a grid of chunks in C order, then an index: u64 offset and
    u64 length of each chunk, little-endian, and a CRC-32C. Offsets count from the beginning of the value; both numbers
    are 2**64 - 1 for a chunk that is not stored.
-2. A chunk that is not stored has the fill value, unless the checkpoint says that all chunks were stored. tensorstore
-   leaves out chunks that equal it, such as the zeros of a new optimizer, so few keys can stand for large arrays. They
-   cost memory only when they are read.
+2. A chunk that is not stored has the fill value, 0, unless the checkpoint says that all chunks were stored. tensorstore
+   leaves out chunks that equal it, such as those of a new optimizer, so few keys can stand for large arrays. They cost
+   memory only when they are read.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) ->
     version = 3 if metadata.get(_ZARR3) else 2
     described = dict(zip(arrays, _described(folder, arrays, version, values if ocdbt else None), strict=True))
     readable = {name: array for name, array in described.items() if isinstance(array, ZarrArray)}
-    finder = ChunkFinder(folder, values, filled=not metadata.get(_COMPLETE))
+    finder = ChunkFinder(folder, values, zeros=not metadata.get(_COMPLETE))
     places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
     folder.files.each(folder.stored, sorted(needed - folder.opened.keys()))
@@ -355,7 +355,6 @@ V2, V3 = ".zarray", "zarr.json"
 ZSTD, CRC32C = "zstd", "crc32c"
 _LARGEST = 1 << 62
 _CODE = re.compile(r"[<|]([biufc])([0-9]{1,2})", re.ASCII)
-_HEX = re.compile(r"0x[0-9a-fA-F]{1,16}", re.ASCII)
 # Dtypes of fewer than 8 bits, which take a byte each: opened as int8, with the bits that count.
 _NARROW = {"int4": 4, "int2": 2}
 _V2_FIELDS = {
@@ -368,7 +367,6 @@ _V3_FIELDS = {
 
 
 _KINDS = {"i": "int", "u": "uint", "f": "float", "c": "complex"}
-_SPECIAL = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
 class ZarrArray:
@@ -381,7 +379,7 @@ class ZarrArray:
     bits: int | None = None  # the low bits of each byte that count, if not all
     compressed = False  # True if a chunk is a zstd frame
     sharded = False  # True if the value of a key is a grid of chunks with an index
-    fill: bytes | None = None  # an element of chunks that a shard lacks; None if all should be stored
+    zeros = False  # True if chunks that a shard lacks are zeros, False if all should be stored
     frames: KeptFrames | None = None  # keeps decompressors; None to unpack chunks as a whole
 
     def __init__(self, fields: Mapping[str, Any], path: str, name: str, version: int) -> None:
@@ -499,29 +497,12 @@ class ZarrArray:
             raise self._unsupported(f"{what} {show(codecs)[:100]}; safeload reads little-endian bytes first")
         return [name for name, _ in names[1:]]
 
-    def missing_element(self, path: str) -> bytes:
-        """Return the bytes of an element that is not stored."""
-        value, row, dtype = self.fields.get("fill_value"), self.row, dtypes.array_dtype(self.row.number)
-        if value is None or value is False:
-            return bytes(dtype.itemsize)
-        number = _SPECIAL.get(value, value) if type(value) is str else value
-        try:
-            if row.floating and type(number) in (int, float):
-                with np.errstate(over="ignore"):
-                    return np.array(number, np.float64).astype(dtype).tobytes()
-            if row.floating and type(value) is str and _HEX.fullmatch(value):
-                return int(value, 16).to_bytes(dtype.itemsize, "little")
-            if row.code == "BOOL" and value is True:
-                return b"\1"
-            if dtype.kind in "iu" and type(value) is int:
-                return value.to_bytes(dtype.itemsize, "little", signed=dtype.kind == "i")
-            if row.complex and type(value) is list and all(type(part) in (int, float) for part in value):
-                real, imaginary = value
-                return np.array(complex(real, imaginary), dtype).tobytes()
-        except (ValueError, OverflowError):
-            pass
-        text = f"lacks chunks, and its fill value {show(value)[:100]} is in a notation that safeload does not read"
-        raise UnsupportedError(text, path=path, tensor=self.name)
+    def check_zero(self, path: str) -> None:
+        """Refuse a fill value that is not 0, which tensorstore takes unless a program asks for another."""
+        value = self.fields.get("fill_value")
+        if repr(value) not in ("None", "False", "0", "0.0", "[0.0, 0.0]"):
+            text = f"lacks chunks, and its fill value is {show(value)[:100]}; safeload reads 0"
+            raise UnsupportedError(text, path=path, tensor=self.name)
 
     # ---- its chunks ----
 
@@ -586,10 +567,9 @@ def _locate_in_shard(
 ) -> Stored:
     offset, length = index()[number].tolist()
     if offset == length == _ABSENT:
-        if array.fill is None:
+        if not array.zeros:
             raise error_about(FormatError, "lacks a chunk that should be stored", path=stored.path, tensor=array.name)
-        element: Array = np.frombuffer(array.fill, np.uint8)
-        return lambda: np.broadcast_to(element, (*sizes, len(element)))
+        return lambda: np.broadcast_to(np.uint8(0), (*sizes, array.itemsize))
     if offset + length > stored.length:
         text = f"chunk {number} of a shard, [{offset:,}, {offset + length:,}), is outside its {stored.length:,} bytes"
         raise FormatError(text, stored.path, stored.begin)
@@ -626,10 +606,10 @@ def _unpacked(stored: StoredBytes, array: ZarrArray, sizes: tuple[int, ...]) -> 
 class ChunkFinder:
     """Finds the chunks of all tensors of a checkpoint."""
 
-    def __init__(self, folder: _OpenFolder, values: Mapping[str, Value], *, filled: bool) -> None:
+    def __init__(self, folder: _OpenFolder, values: Mapping[str, Value], *, zeros: bool) -> None:
         self._folder = folder
         self._values = values  # by key
-        self._filled = filled  # True if chunks that are not stored have the fill value
+        self._zeros = zeros  # True if chunks that are not stored are zeros
         self._frames = KeptFrames()
         self._in_shards = 0
         self._claimed = 0  # bytes of elements that are not stored
@@ -649,7 +629,7 @@ class ChunkFinder:
         else:
             grid = product(*map(range, array.counts)) if total else ()
             indices = [index for index in grid if stem + array.key(index) in self._values]
-        if len(indices) < total and not self._filled:
+        if len(indices) < total and not self._zeros:
             counts = tuple(array.counts)
             first = next((k for k, index in enumerate(indices) if index != index_of(k, counts)), len(indices))
             text = f": its chunk {array.key(index_of(first, counts))} is missing; was the checkpoint copied as a whole?"
@@ -688,8 +668,10 @@ class ChunkFinder:
         divided = next((axis for axis, count in enumerate(inner) if count > 1), len(inner))
         if nbytes > _STREAMED and prod(inner[divided + 1 :]) <= _BESIDE:
             array.frames = self._frames
-        if self._filled and array.sharded:
-            array.fill = array.missing_element(self._folder.shown)
+        zeros = len(places) < prod(array.counts)
+        array.zeros = self._zeros and array.sharded
+        if zeros or array.zeros:
+            array.check_zero(self._folder.shown)
         boxes: list[Box] = []
         for offsets, value in places:
             stored = self._stored(value)
@@ -699,11 +681,10 @@ class ChunkFinder:
                 sizes = array.inside(array.chunk, offsets)
                 self._claim(array, stored, nbytes)
                 boxes.append(Box(offsets, sizes, locate=partial(_locate, stored, array, sizes)))
-        fill = None if len(places) == prod(array.counts) else array.missing_element(self._folder.shown)
-        return BoxedListing(array.row, array.shape, boxes, fill=fill)
+        return BoxedListing(array.row, array.shape, boxes, zeros=zeros)
 
     def check_claims(self) -> None:
-        """Refuse chunks that share bytes, and fill values that stand for far more than the files hold."""
+        """Refuse chunks that share bytes, and zeros that stand for far more than the files hold."""
         for file, used in self._used.items():
             data = self._folder.opened[file]
             if used > data.length:
@@ -727,7 +708,7 @@ class ChunkFinder:
     def _claim(self, array: ZarrArray, stored: StoredBytes, nbytes: int) -> None:
         """Check that stored bytes can hold elements."""
         self._provided += stored.length
-        if nbytes > stored.length * (MAX_RATIO if array.compressed or array.fill is not None else 1):
+        if nbytes > stored.length * (MAX_RATIO if array.compressed or array.zeros else 1):
             raise array.fault(f"a chunk has {nbytes:,} bytes, but {stored.length:,} bytes store it", stored)
 
     def _in_shard(self, array: ZarrArray, offsets: tuple[int, ...], stored: StoredBytes) -> Iterator[Box]:

@@ -268,20 +268,10 @@ def test_random_trees_come_back(tmp_path, compress):
 
 
 @pytest.mark.parametrize(
-    ("fill", "dtype", "value"),
-    [
-        (None, "float32", 0),
-        (0, "int8", 0),
-        (2.5, "float32", 2.5),
-        ("NaN", "float16", np.nan),
-        ("-Infinity", "bfloat16", -np.inf),
-        ("0x7fc00001", "float32", np.uint32(0x7FC00001).view(np.float32)),
-        (True, "bool", True),
-        (-3, "int16", -3),
-        ([1.5, -2], "complex64", 1.5 - 2j),
-    ],
+    ("fill", "dtype"),
+    [(None, "float32"), (0, "int8"), (0.0, "float16"), (0.0, "bfloat16"), (False, "bool"), ([0.0, 0.0], "complex64")],
 )
-def test_chunks_that_were_not_stored_have_the_fill_value(fill, dtype, value, tmp_path):
+def test_chunks_that_were_not_stored_are_zeros(fill, dtype, tmp_path):
     array = np.ones((5, 6), np.dtype(dtype))
     made = OrbaxCheckpoint(3, store_array_data_equal_to_fill_value=False)
     made.tensor("w", array, (2, 3), fill_value=fill).tensor("s", array, (6, 6), (2, 3), fill_value=fill)
@@ -293,7 +283,7 @@ def test_chunks_that_were_not_stored_have_the_fill_value(fill, dtype, value, tmp
     made.chunks["s/c/0/0"] = bytes(shard)
     made.write(tmp_path)
     want = array.copy()
-    want[:2, 3:] = value
+    want[:2, 3:] = 0
     check_tensors(safeload.load(tmp_path), {"w": want, "s": want})
     made.metadata["store_array_data_equal_to_fill_value"] = True
     made.write(tmp_path)
@@ -307,23 +297,15 @@ def test_chunks_that_were_not_stored_have_the_fill_value(fill, dtype, value, tmp
 
 @pytest.mark.parametrize(
     ("fill", "dtype"),
-    [
-        (300, "int8"),
-        (-1, "uint8"),
-        (2, "bool"),
-        ("0x1ffff", "float16"),
-        ("AAAA", "float32"),
-        ([1], "complex64"),
-        ({}, "int8"),
-    ],
+    [(1, "int8"), (-0.0, "float32"), ("NaN", "float32"), ("0x0", "float16"), (True, "bool"), ({}, "int8")],
 )
-def test_fill_values_in_another_notation_are_refused_if_needed(fill, dtype, tmp_path):
+def test_other_fill_values_are_refused_if_needed(fill, dtype, tmp_path):
     made = OrbaxCheckpoint(3, store_array_data_equal_to_fill_value=False)
     made.tensor("w", np.ones(4, dtype), (2,), fill_value=fill).write(tmp_path)
     assert safeload.load(tmp_path)["w"].all()
     del made.chunks["w/c/1"]
     made.write(tmp_path)
-    refused(tmp_path, UnsupportedError, "its fill value .* is in a notation that safeload does not read")
+    refused(tmp_path, UnsupportedError, "lacks chunks, and its fill value is .*; safeload reads 0")
 
 
 def test_narrow_integers_are_opened_with_their_values(tmp_path):

@@ -12,11 +12,11 @@ import safeload
 from safeload import FormatError, LimitError, UnsupportedError
 
 
-def sparse(folder, shape, chunks, stored, *, version=2, database=True, fill=0, complete=False, dtype="uint8", name="w"):
+def sparse(folder, shape, chunks, stored, *, version=2, database=True, complete=False, dtype="uint8", name="w"):
     """A checkpoint with few of its chunks, and the values of the array by the index of each."""
     switches = {"use_ocdbt": database, "store_array_data_equal_to_fill_value": complete}
     made = OrbaxCheckpoint(version, **switches)
-    made.tensor(name, np.zeros((0,) * len(shape), dtype), chunks, fill_value=fill)
+    made.tensor(name, np.zeros((0,) * len(shape), dtype), chunks)
     made.chunks.clear()
     made.tensor("other", np.arange(6, dtype=np.float32))
     made.arrays[name]["shape"] = list(shape)
@@ -30,8 +30,8 @@ def sparse(folder, shape, chunks, stored, *, version=2, database=True, fill=0, c
     return values
 
 
-def dense(shape, chunks, values, fill, dtype):
-    whole = np.full([-(-n // c) * c for n, c in zip(shape, chunks, strict=True)], fill, dtype)
+def dense(shape, chunks, values, dtype):
+    whole = np.zeros([-(-n // c) * c for n, c in zip(shape, chunks, strict=True)], dtype)
     for index, value in values.items():
         whole[tuple(slice(k * c, (k + 1) * c) for k, c in zip(index, chunks, strict=True))] = value
     return whole[tuple(map(slice, shape))]
@@ -44,11 +44,10 @@ CASES = {
     "two axes": ((3_000, 900), (1, 2), [(0, 0), (17, 449), (2_999, 3)], {}),
     "cut at the edge": ((5_001, 7), (2, 3), [(2_500, 2), (0, 1)], {}),
     "version 3": ((2_000, 700), (1, 1), [(5, 5), (1_999, 699)], {"version": 3}),
-    "a fill value": ((100_000, 3), (1, 3), [(99_999, 0)], {"fill": 7}),
-    "floats": ((50_000, 4), (1, 4), [(3, 0)], {"dtype": "float32", "fill": 2.5, "version": 3}),
+    "floats": ((50_000, 4), (1, 4), [(3, 0)], {"dtype": "float32", "version": 3}),
     "folders": ((40_000,), (2,), [(0,), (19_999,)], {"database": False}),
     "few chunks": ((10, 10), (3, 3), [(0, 0), (3, 3)], {}),
-    "a scalar": ((), (), [], {"fill": 3}),
+    "a scalar": ((), (), [], {}),
     "beside arrays below it": ((20_000,), (1,), [(5,), (19_000,)], {"name": "other.w"}),
 }
 
@@ -58,7 +57,6 @@ def test_opening_costs_as_much_as_is_stored(name, tmp_path):
     shape, chunks, stored, options = CASES[name]
     values = sparse(tmp_path, shape, chunks, stored, **options)
     key = options.get("name", "w")
-    fill, dtype = options.get("fill", 0), options.get("dtype", "uint8")
     safeload.open(tmp_path).close()  # imports
     tracemalloc.start()
     begin = time.process_time()
@@ -68,7 +66,7 @@ def test_opening_costs_as_much_as_is_stored(name, tmp_path):
     assert peak < 4 << 20
     assert took < 1
     with opened:
-        want = dense(shape, chunks, values, fill, dtype)
+        want = dense(shape, chunks, values, options.get("dtype", "uint8"))
         np.testing.assert_array_equal(opened[key], want)
         np.testing.assert_array_equal(opened["other"], np.arange(6))
         for backend in ("mmap", "pread"):
@@ -81,13 +79,11 @@ def test_opening_costs_as_much_as_is_stored(name, tmp_path):
     assert safeload.check(tmp_path).ok
 
 
-def test_half_an_element_is_filled(tmp_path):
-    """Reads of the assembled bytes may begin inside an element."""
-    values = sparse(tmp_path, (30_001,), (1,), [(9,)], dtype="float64", fill=1.5)
+def test_chunks_that_are_not_stored_are_converted(tmp_path):
+    values = sparse(tmp_path, (30_001,), (1,), [(9,)], dtype="float64")
     safeload.convert(tmp_path, tmp_path / "o.npz")
-    np.testing.assert_array_equal(
-        safeload.load(tmp_path / "o.npz")["w"], dense((30_001,), (1,), values, 1.5, "float64")
-    )
+    want = dense((30_001,), (1,), values, "float64")
+    np.testing.assert_array_equal(safeload.load(tmp_path / "o.npz")["w"], want)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -105,10 +101,10 @@ def test_a_chunk_that_should_be_stored_is_named_at_once(shape, version, tmp_path
 
 def test_keys_that_are_no_chunks_are_ignored(tmp_path):
     made = OrbaxCheckpoint(store_array_data_equal_to_fill_value=False)
-    made.tensor("w", np.zeros(0, np.uint8), [1], fill_value=5).arrays["w"]["shape"] = [10_000]
+    made.tensor("w", np.zeros(0, np.uint8), [1]).arrays["w"]["shape"] = [10_000]
     made.chunks = {f"w/{key}": b"\1" for key in ("00", "7", "10000", "-1", "x", "1.1", "", "٣", "9" * 30)}
     made.write(tmp_path)
-    want = np.full(10_000, 5, np.uint8)
+    want = np.zeros(10_000, np.uint8)
     want[7] = 1
     np.testing.assert_array_equal(safeload.load(tmp_path)["w"], want)
 
