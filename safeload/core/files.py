@@ -546,11 +546,6 @@ def sha256_of(store: ByteStore, path: str, tick: Callable[[int], object] = bool)
     return digest.hexdigest()
 
 
-def direct_of(handle: int) -> int | None:
-    """Open another handle of a file, for reads past the page cache; None if the system or the disk has none."""
-    return short.sl_file_open_direct(handle) or None
-
-
 # What arrays over a mapping allow: writing (copy-on-write), writing unless the system refuses it, reading alone.
 Access: TypeAlias = Literal["write", "either", "read"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
-from .files import NONE_FREE, LocalStore, direct_of
+from .files import NONE_FREE, LocalStore
 from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
 from .progress import SILENT, Progress, reporter
@@ -238,8 +238,7 @@ def _open_direct(
     plain = (group["grid"] == 0) & (group["packed"] == 0) & (group["size"] > 0)
     usable = {file for file, reads in zip(files, plain.tolist(), strict=True) if reads and isinstance(file, WeightFile)}
     for file in usable:
-        handle = direct_of(handles[file])
-        if handle is not None:
+        if handle := short.sl_file_open_direct(handles[file]):  # 0 if the system or the disk has none
             unbuffered[file] = handle
     return len(unbuffered) == len(usable)
 

@@ -52,7 +52,7 @@ from ..core.forking import cached_property
 from ..core.names import depth_of, names_below, nested
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.table import ListedTable, Table, Unknown
-from ..core.text import error_about, is_bare, show
+from ..core.text import error_about, is_bare, listed, show
 from ..core.weight_file import WeightFile, open_without_table
 from ..core.zip import Archive
 from ..errors import FormatError, LimitError, MissingShardError, UnsupportedError, public
@@ -101,9 +101,8 @@ def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
             raise FormatError(text, data.path_of(holder))
     paths = {full: description.paths[full] for full in names if full in description.values}
     metadata = _Values(paths, lambda name: read_value(data, description.values[name]), request.root, file.path)
-    more = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
-    flat = [f"{show(name)}{more}, which Megatron stores flattened, not in the model's shape" for name in left_out]
-    notes = [f"left out: {text}" for text in flat[:1]]
+    flat = f"left out: {listed(map(show, left_out), 1)}, which Megatron stores flattened, not in the model's shape"
+    notes = [flat] if left_out else []
     if "common.pt" in data.names:
         notes.append("Megatron's common.pt (iteration, arguments) is not read: open it by path")
     return data.joined(listings, metadata, notes)

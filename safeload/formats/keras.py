@@ -67,7 +67,7 @@ from ..core.files import parse_json
 from ..core.names import names_below
 from ..core.registry import Candidate, Content, Opened, OpenRequest, check_whole, find_row, opened_file
 from ..core.table import ListedTable, Listing, Unknown, unreadable
-from ..core.text import error_about, needed, show
+from ..core.text import error_about, listed, needed, show
 from ..core.weight_file import WeightFile
 from ..core.zip import STORED, unpacked
 from ..errors import FormatError, LimitError, SafeloadError, UnsupportedError
@@ -137,8 +137,7 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
     table.add_metadata(metadata)
     known = {WEIGHTS, _CONFIG, _ARCHIVE_METADATA}
     skipped = [name for name in archive.entries if name not in known and not name.endswith("/")]
-    more = f" and {len(skipped) - 1:,} more" if len(skipped) > 1 else ""
-    notes = [f"not read: {show(name)[1:-1]}{more}" for name in skipped[:1]]
+    notes = [f"not read: {listed((show(name)[1:-1] for name in skipped), 1)}"] if skipped else []
     return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *notes])
 
 
@@ -290,12 +289,12 @@ class Structure:
         for key in _LISTS:  # a list, or its numbered parts
             parts = [key] if key in attributes else [f"{key}{number}" for number in range(len(attributes))]
             values = [value for part in parts if isinstance(value := attributes.get(part), list)]
-            for listed in chain.from_iterable(values):
-                top = listed.split(b"/")[0]
+            for entry in chain.from_iterable(values):
+                top = entry.split(b"/")[0]
                 if top not in known or not self._h5py.h5l.LinkProxy.exists(group.links, top):
-                    text = f"{key} lists {show(listed)}, which is not in {show('/'.join(path) or '/')}"
+                    text = f"{key} lists {show(entry)}, which is not in {show('/'.join(path) or '/')}"
                     raise FormatError(text, self._path)
-                self._check_listed(group, listed, key)
+                self._check_listed(group, entry, key)
                 first[top] = None
         return [*first, *(name for name in names if name not in first)]
 

@@ -58,7 +58,7 @@ from ..core.names import depth_of, names_below, nested
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.runtime import paused
 from ..core.table import Unknown
-from ..core.text import error_about, is_bare, show
+from ..core.text import error_about, is_bare, listed, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..remote.remote_store import RemoteStore
@@ -167,8 +167,7 @@ def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) ->
 
 
 def _note(names: Sequence[str], text: str) -> list[str]:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return [f"{', '.join(map(show, names[:_SHOWN]))}{more}: {text}"] if names else []
+    return [f"{listed(map(show, names), _SHOWN)}: {text}"] if names else []
 
 
 # ---- the tree ----

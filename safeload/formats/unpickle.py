@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.runtime import paused
-from ..core.text import error_about, show
+from ..core.text import error_about, listed, show
 from ..errors import ForbiddenError, FormatError, LimitError, UnsupportedError
 
 # Function of torch that calls its first argument with its third, and sets attributes of the resulting tensor.
@@ -577,9 +577,7 @@ def check_foreign(
     """Refuse globals outside the table, unless ``inert``; ``clause`` begins the message, ``fault`` names a fault."""
     if inert or not names:
         return
-    shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:MAX_SHOWN])
-    if len(names) > MAX_SHOWN:
-        shown += f" and {len(names) - MAX_SHOWN} more"
+    shown = listed((name if name.isprintable() else ascii(name) for name in names), MAX_SHOWN)
     globals_ = "a global that is" if len(names) == 1 else f"{len(names)} globals that are"
     advice = "" if fault else ADVICE
     text = f"{clause} {globals_} not on the allowlist: {shown}{fault}. Nothing was imported or called{advice}"

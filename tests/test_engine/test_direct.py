@@ -154,7 +154,7 @@ def test_last_load_says_which_it_was(on_disk, monkeypatch):
         assert checkpoint.last_load.backend == "direct"
         checkpoint.load(["f32"], out={"f32": np.empty((1100, 1000), np.float32)}, backend="direct")
         assert checkpoint.last_load.backend == "direct"
-        monkeypatch.setattr(jobs, "direct_of", lambda handle: None)
+        monkeypatch.setattr(jobs.short, "sl_file_open_direct", lambda handle: 0)
         want = checkpoint.load(backend="pread")
         same(checkpoint.load(backend="direct"), want)
         assert checkpoint.last_load.backend == "pread"
@@ -169,7 +169,7 @@ def test_a_disk_that_refuses_while_it_is_read_is_read_through_the_cache(path, mo
     empty.touch()
     other = os.open(empty, os.O_RDONLY)
     number = {"a pipe": reading, "closed": 1 << 20, "another file": other}[how]
-    monkeypatch.setattr(jobs, "direct_of", lambda handle: number if how == "closed" else os.dup(number))
+    monkeypatch.setattr(jobs.short, "sl_file_open_direct", lambda handle: number if how == "closed" else os.dup(number))
     same(load_file(path, backend="direct"), load_file(path, backend="pread"))
     same(load_file(path, backend="direct", dtype="f4"), load_file(path, backend="pread", dtype="f4"))
     for descriptor in (reading, writing, other):
