@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint, TensorInfos, codes_of, settings_of, tensors_of
+from ..core.files import read_json
 from ..core.names import Patterns, families, natural_key, select
 from ..core.opening import Paths
 from ..core.registry import FormatName, UnknownGlobals
@@ -25,7 +26,7 @@ from ..core.text import clip, listed, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, is_of_tower, model_of
 from ..quant.gptq import zeros_disagree
-from ..quant.quantization import quantization_of
+from ..quant.quantization import mapping, quantization_of
 from ..remote.url import is_url, shown
 
 if TYPE_CHECKING:  # these import more than `info` needs
@@ -306,19 +307,20 @@ def describe(
 
 
 def _origin_of(path: str) -> list[str]:
-    """Describe the record of origin beside a model, if it has one."""
-    if not any(map(os.path.isfile, (os.path.join(path, "origin.json"), f"{path}.origin.json"))):
+    """Describe the record of origin beside a local model, if it has a readable one (see `conversion.origin`)."""
+    place = os.path.join(path, "origin.json") if os.path.isdir(path) else f"{path}.origin.json"
+    record: Mapping[str, Any] = {}
+    with suppress(SafeloadError, OSError):
+        if "://" not in path and os.path.isfile(place):
+            record = mapping(read_json(place, "the record of origin").get("origin"))
+    sources = record.get("sources")
+    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
         return []
-    from ..trust.digests import origin_of  # only here: few models have a record
-
-    record = origin_of(path)
-    if record is None:
-        return []
-    names = [str(source.get("repository") or source.get("name") or source.get("url")) for source in record["sources"]]
-    revisions = [f" at {source['revision']}" if source.get("revision") else "" for source in record["sources"]]
-    options = "".join(f", {key}={show(value)}" for key, value in record["options"].items())
-    sources = ", ".join(map("".join, zip(names, revisions, strict=True)))
-    return [f"converted from {sources} by safeload {record.get('version')}{options}"]
+    names = (str(source.get("repository") or source.get("name") or source.get("url")) for source in sources)
+    revisions = (f" at {source['revision']}" if source.get("revision") else "" for source in sources)
+    options = "".join(f", {key}={show(value)}" for key, value in mapping(record.get("options")).items())
+    listed_sources = ", ".join(map("".join, zip(names, revisions, strict=True)))
+    return [f"converted from {listed_sources} by safeload {record.get('version')}{options}"]
 
 
 def _quantization(opened: Checkpoint) -> Iterator[str]:

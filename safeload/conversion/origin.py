@@ -33,6 +33,7 @@ from ..core.text import show
 from ..errors import SafeloadError
 from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
+from ..remote.hub_cache import COMMIT, place_in_cache
 from .sink import DIGITS, LARGEST_EXTRA, is_extra
 
 if TYPE_CHECKING:  # `info` imports this module, but not these
@@ -45,8 +46,6 @@ ORIGIN_KEY, ORIGIN_NAME = "origin", "origin.json"
 Record: TypeAlias = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
 _THREADS = 4  # that hash sources
 _LONGEST = 200  # characters of an option in a record; longer options are recorded as a digest
-# A snapshot in the Hub's cache.
-_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/|\Z)", re.ASCII)
 _COMMIT = re.compile(r"hf://([^@]+)@([0-9a-f]{40})(?:/|\Z)", re.ASCII)
 
 
@@ -86,7 +85,8 @@ def recorder(stack: ExitStack, catalog: Catalog, request: ConvertRequest) -> Rec
             name: pool.submit(copy_context().run, entry_of, place, tick) for name, place in places.items()
         }
         for file in checkpoint.weight_files if not places else ():
-            files[os.path.basename(file.path)] = {"size": file.size, "version": _version_of(file.identity)}
+            version = next(iter(file.identity[1:]), None)
+            files[os.path.basename(file.path)] = {"size": file.size, "version": "" if version is None else str(version)}
         sources.append({**about, "files": files})
     if catalog.in_memory:
         sources.append({"name": "tensors in memory", "files": {}})
@@ -108,17 +108,20 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     """Name a source: without folders and credentials."""
     file = next(iter(checkpoint.weight_files), None)
     if file is None or not file.files.remote:
-        path = os.path.abspath(checkpoint.path)
-        about, match = {"name": os.path.basename(path)}, _SNAPSHOT.search(f"{path}/".replace(os.sep, "/"))
-        repository = "" if match is None else f"{match[1]}/{match[2]}"
+        about = {"name": os.path.basename(os.path.abspath(checkpoint.path))}
+        kind, repository, _, revision = place_in_cache(checkpoint.path) or ("", "", "", "")
+        if kind != "models" or "/" not in repository or not COMMIT.fullmatch(revision):
+            return about
     else:
         recipe = recipe_of(checkpoint)
         url = recipe.files.shown(recipe.paths[0])
         with suppress(SafeloadError):  # at the commit that was read
             url = recipe.files.public(recipe.files.absolute(recipe.paths[0]))
         about, match = {"url": url.partition("?")[0]}, _COMMIT.match(url)
-        repository = "" if match is None else match[1]
-    return about if match is None else {**about, "repository": repository, "revision": match[match.re.groups]}
+        if match is None:
+            return about
+        repository, revision = match[1], match[2]
+    return {**about, "repository": repository, "revision": revision}
 
 
 def _files_of(checkpoint: Checkpoint) -> dict[str, Location]:
@@ -137,10 +140,6 @@ def _files_of(checkpoint: Checkpoint) -> dict[str, Location]:
         os.path.relpath(os.path.abspath(path), root).replace(os.sep, "/").removeprefix("../"): Location(LOCAL, path)
         for path in paths
     }
-
-
-def _version_of(identity: tuple[Any, ...]) -> str:
-    return "" if len(identity) < 2 or identity[1] is None else str(identity[1])
 
 
 def with_record(

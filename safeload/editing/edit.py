@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from itertools import chain, count, groupby, pairwise
+from itertools import chain, count, groupby
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,11 +30,10 @@ from ..formats import gguf
 from ..formats.folder import INDEX, SINGLE, parse_index
 from ..formats.numbered import PART
 from ..remote import url as urls
+from ..remote.hub_cache import place_in_cache
 from .edit_journal import Locked, recover, remove, replace_header
 
 _LENGTH = 8
-# Folders of the Hub's cache, in which one file can belong to several snapshots.
-_CACHED = ("models--", "datasets--", "spaces--")
 
 
 class _EditedMetadata(MutableMapping[str, Any]):
@@ -499,13 +498,9 @@ def edit_file(path: str, *, force: bool, durable: bool) -> Edit:
 def resolved(path: str, *, force: bool) -> str:
     """Return the path of a file without symbolic links."""
     real = os.path.realpath(path, strict=True)
-    for place in (os.path.abspath(path), real):
-        parts = place.split(os.sep)
-        if any(part.startswith(_CACHED) and inner in ("blobs", "snapshots") for part, inner in pairwise(parts)):
-            raise UnsupportedError(
-                f"{path} is in the cache of the Hugging Face Hub, which other programs share: copy the file and edit "
-                "the copy"
-            )
+    if place_in_cache(path) is not None or place_in_cache(real) is not None:  # several snapshots can share a file
+        text = "is in the cache of the Hugging Face Hub, which other programs share: copy the file and edit the copy"
+        raise UnsupportedError(f"{path} {text}")
     links = os.stat(real).st_nlink
     if links > 1 and not force:
         raise UnsupportedError(f"{path} has {links} hard links, and an edit may change all of them; pass force=True")
@@ -519,11 +514,8 @@ def _attempt(step: Callable[..., object], *arguments: Any) -> None:
 
 
 def recover_edit(path: PathLike) -> str:
-    """Complete an interrupted edit of a file, or of the shards of a folder or index.
-
-    Return "nothing" if no edit was interrupted, "old" if a file has its old header again, else "new". Temporary files
-    that killed processes left are removed, unless a process is writing in the folder.
-    """
+    """Complete an interrupted edit of a file, or of the shards of a folder or index, and remove temporary files."""
+    # "nothing" if no edit was interrupted, "old" if a file has its old header again, else "new".
     text = _local_path(path)
     folder = text if os.path.isdir(text) else os.path.dirname(text) if text.endswith(".index.json") else None
     if folder is None:

@@ -28,6 +28,8 @@ _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)
 _REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.ASCII)
 _FOLDER = re.compile(r"models--([A-Za-z0-9._-]{1,200})", re.ASCII)
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
+# Where a path enters a repository: its kind and name, with "--" for "/", and a commit or blob.
+_INSIDE = re.compile(r"(?<![^/])(models|datasets|spaces)--([^/]+)/(snapshots|blobs)(?![^/])/?([^/]*)", re.ASCII)
 # Maximum number of files in a snapshot.
 MAX_FILES = 100_000
 _TREE_VERSION = 1
@@ -46,11 +48,6 @@ def hub_folder() -> str:
             return os.path.join(path, inner) if inner else path
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(caches, "huggingface", "hub")
-
-
-def hub_repository(kind: str, name: str) -> str:
-    """Return the folder of a repository."""
-    return os.path.join(hub_folder(), f"{kind}s--{name.replace('/', '--')}")
 
 
 def ref_of(path: str, *names: str) -> str:
@@ -82,6 +79,12 @@ def snapshot_of(path: str) -> str | None:
     return os.path.join(snapshots, revisions[0]) if revisions else None
 
 
+def place_in_cache(path: str) -> tuple[str, str, str, str] | None:
+    """Return kind, name, "snapshots" or "blobs", and commit or blob, of a path in any cache; None for other paths."""
+    match = _INSIDE.search(os.path.abspath(path).replace(os.sep, "/"))
+    return None if match is None else (match[1], match[2].replace("--", "/", 1), match[3], match[4])
+
+
 class CachedRepository:
     """A repository in the cache; it may not exist."""
 
@@ -91,7 +94,8 @@ class CachedRepository:
     @classmethod
     def of(cls, kind: str, name: str) -> CachedRepository:
         """Return a repository, which is empty if its name has no place in the cache."""
-        return cls(hub_repository(kind, name) if _REPOSITORY.fullmatch(name) else os.devnull)
+        folder = os.path.join(hub_folder(), f"{kind}s--{name.replace('/', '--')}")
+        return cls(folder if _REPOSITORY.fullmatch(name) else os.devnull)
 
     def commit_of(self, revision: str) -> str | None:
         """Return the commit of a revision as the cache knows it."""

@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import suppress
 
-from .hub_cache import hub_repository, ref_of
+from .hub_cache import CachedRepository, ref_of
 from .url import is_url, of_page, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
@@ -101,7 +101,7 @@ def _of_hub(path: str) -> str | None:
 
 def _cached(repository: str) -> str | None:
     """Return the folder of a repository with weights in huggingface_hub's local cache, or None."""
-    cache = hub_repository("model", repository)
+    cache = CachedRepository.of("model", repository).path
     folders = os.path.join(cache, "snapshots")
     with suppress(OSError, ValueError):
         revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))

@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION, ORIGIN_KEY, ORIGIN_NAME, is_manifest
-from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at, read_json
+from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
 from ..core.opening import Signature, Verify
 from ..core.text import PathLike, error_about, folder_names, needed, show
-from ..errors import FormatError, SafeloadError, VerificationError, one_line
+from ..errors import FormatError, VerificationError, one_line
 from ..quant.quantization import mapping
+from ..remote.hub_cache import place_in_cache
 from ..remote.places import places_of
 
 # Key of the signed statement in a bundle.
@@ -448,9 +449,8 @@ def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
     manifest = None if files.remote or os.path.lexists(signature) else next(filter(os.path.isfile, own), None)
     if manifest is not None:
         return _expected(manifest, LOCAL, None, path, files, tensors=tensors)
-    above = () if files.remote else Path(os.path.abspath(path)).parents
-    beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
-    if path.startswith("hf://") or any(beside_blobs):  # or in the Hub's cache
+    cached = None if files.remote else place_in_cache(path)
+    if path.startswith("hf://") or (cached is not None and cached[2] == "snapshots"):
         return Expected(HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
@@ -468,18 +468,6 @@ def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
         names = ", ".join(show(os.path.basename(name)) for name in manifests[:4])
         text = f"{len(manifests)} manifests beside it: {names}; pass one of them"
     raise refused(text, files.shown(path))
-
-
-def origin_of(path: str) -> Mapping[str, Any] | None:
-    """Return the origin in the record beside a local model; None without a readable record."""
-    place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
-    with suppress(SafeloadError, OSError):
-        if "://" not in path and os.path.isfile(place):
-            record = mapping(read_json(place, "the record of origin").get(ORIGIN_KEY))
-            sources = record.get("sources")
-            if isinstance(sources, list) and all(isinstance(source, dict) for source in sources):
-                return {**record, "options": mapping(record.get("options"))}
-    return None
 
 
 def signature_beside(path: str) -> str:
