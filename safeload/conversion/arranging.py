@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
+from ..core.names import grouped
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -26,7 +27,7 @@ from ..quant.families import Preset, presets
 from ..quant.mlx import without_older_keys
 from ..quant.quantization import without_quantization
 from .catalog import Catalog, RestructuredCatalog
-from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_missing, refuse_unknown, some_of
+from .forms import SINGLE, config_of_text, laid_out, published_recipes, refuse_missing, some_of
 from .llama_cpp.settings import ModelConfig
 from .recipes import Move, TensorRecipe, TensorView
 from .rules import is_of_mlx, not_as_in_mlx
@@ -39,11 +40,8 @@ _WEIGHT = ".weight"
 
 
 def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | None = None, told: bool = True) -> Catalog:
-    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay.
-
-    The layers are complete unless ``results`` names the tensors to make, as planned with the whole model. Users are
-    ``told`` once which tensors are left out.
-    """
+    """Return the tensors as an engine loads them; the catalog itself if names and shapes stay."""
+    # `results` names the tensors of a piece of a whole model. Users are `told` once which tensors are left out.
     if preset.engine.stacks_experts:
         form = mlx_form(catalog.config)
         if form is None or is_of_mlx(catalog):
@@ -164,9 +162,7 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
     config = ModelConfig(catalog.config or {}, catalog.title, form)
     laid = laid_out(catalog, config, form)
-    if told:
-        laid.tell(catalog.title)
-    refuse_unknown(laid.unknown, catalog.title, form.holder)
+    laid.tell(catalog.title, form.holder, warns=told)
     recipes = laid.recipes
     if whole:
         _check_layers(recipes, config, form, preset.name)
@@ -179,10 +175,9 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
 
 def _check_layers(recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: MlxForm, title: str) -> None:
     """Refuse layers that mlx-lm does not have, and layers without what it has in each."""
-    named = ((int(numbers[0]), name) for name in recipes if (numbers := without_numbers(name)[1]))
-    layers: dict[int, list[str]] = {}
-    for layer, name in named:
-        layers.setdefault(layer, []).append(name)
+    layers = grouped(
+        (name for name in recipes if without_numbers(name)[1]), lambda name: int(without_numbers(name)[1][0])
+    )
     known = config.find(form.keys["block_count"].config) is not None  # else mlx-lm refuses the config by itself
     count = config.size("block_count") if known else len(layers)
     beyond = min((layer for layer in layers if layer >= count), default=None)

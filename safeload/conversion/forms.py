@@ -111,11 +111,12 @@ class LaidOut(NamedTuple):
     left_out: dict[str, list[str]]  # stored names by the reason for which the program has no such tensor
     unknown: list[str]  # stored names that the family does not know
 
-    def tell(self, title: str) -> None:
-        """Warn of tensors that are left out."""
-        for reason, names in self.left_out.items():
+    def tell(self, title: str, holder: str, *, warns: bool = True) -> None:
+        """Warn of tensors that are left out, and refuse those that the program does not have."""
+        for reason, names in self.left_out.items() if warns else ():
             if not reason.startswith(_UNSAID):
                 warning("%s: left out (%s): %s", title, reason, some_of(names))
+        refuse_unknown(self.unknown, title, holder)
 
 
 def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:

@@ -50,7 +50,6 @@ from ..forms import (
     laid_out,
     published_recipes,
     refuse_missing,
-    refuse_unknown,
     some_of,
     text_form_of,
     with_rotations_of,
@@ -113,10 +112,8 @@ def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, G
 
 
 def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
-    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class.
-
-    With ``blocks``, packed codes stay in the block types of ggml that hold them unchanged.
-    """
+    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+    # With `blocks`, packed codes stay in the block types of ggml that hold them unchanged.
     name, form = gguf_form(catalog.config)
     if name is None or catalog.format == "gguf":
         return catalog
@@ -127,8 +124,7 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     config = ModelConfig({**(catalog.config or {}), **counted(catalog, form)}, catalog.title, form)
     settings, factors = settings_of(config, form)
     laid = laid_out(catalog, config, form)
-    laid.tell(catalog.title)
-    refuse_unknown(laid.unknown, catalog.title, form.holder)
+    laid.tell(catalog.title, form.holder)
     recipes, experts = laid.recipes, laid.experts
     embedding = recipes.get("token_embd.weight", TensorRecipe((0, 0), ()))
     if len(embedding.shape) != 2 or embedding.shape[0] > MAX_PIECES:
@@ -210,17 +206,11 @@ def tower_of(catalog: Catalog) -> tuple[ModelConfig, MmprojForm]:
 
 
 def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantized: bool) -> Catalog:
-    """Return the tensors and metadata of a model's vision tower as llama.cpp's converter writes them.
-
-    Args:
-        target: the dtype of the file; None leaves floats unchanged.
-        quantized: True for a file of q8_0.
-    """
+    """Return a model's vision tower as llama.cpp's converter writes it, in a dtype, or ``quantized`` to q8_0."""
     config, form = tower_of(catalog)
     settings = settings_of_tower(config, form)
     laid = laid_out(catalog, config, form)
-    laid.tell(catalog.title)
-    refuse_unknown(laid.unknown, catalog.title, form.holder)
+    laid.tell(catalog.title, form.holder)
     catalog.refuse_codes([name for recipe in laid.recipes.values() for name in recipe.sources], "convert for llama.cpp")
     shapes = {name: recipe.shape for name, recipe in laid.recipes.items()}
     check_tensors(shapes, settings, None, catalog.title, form)
