@@ -39,35 +39,27 @@ class Sizes(NamedTuple):
         return {name: nbytes for name, nbytes in self.schemes.items() if nbytes != self.dtypes.get("float32")}
 
 
-class _Kind(NamedTuple):
-    """Tensors of equal dtype, shape and role."""
-
-    name: str  # of the first tensor
-    about: TensorDescription  # of the first tensor
-    number: int  # of tensors
-
-
 def sizes(source: Given) -> Sizes:
     """Predict the memory of a checkpoint, as stored, converted and quantized, from names and shapes alone."""
     with Catalog.of(source) as catalog:
         schema = schema_of(catalog)
         kinds = _kinds(catalog, schema)
-        stored = sum(kind.number * kind.about.nbytes for kind in kinds)
+        stored = sum(number * about.nbytes for about, number in kinds)
         if catalog.codes or catalog.unknown():
             return Sizes(stored, {}, {})
         tied = ((head, catalog.about(embedding)) for head, embedding in tied_heads(catalog, schema).items())
-        heads = [_Kind(head, about, 1) for head, about in tied if about.floating and not about.quantized]
+        heads = [(about._replace(name=head), 1) for head, about in tied if about.floating and not about.quantized]
 
         def converted(dtype: str) -> int:
-            return sum(kind.number * _converted(kind, dtypes.BY_NAME[dtype]) for kind in kinds)
+            return sum(number * _converted(about, dtypes.BY_NAME[dtype]) for about, number in kinds)
 
         def quantized(scheme: str) -> int:
             rules = Rules(cast(SchemeName, scheme), None)
             rules.schema = schema
             total = 0
-            for kind in (*kinds, *heads):
-                about, plan = kind.about, rules.plan(kind.name, kind.about)
-                if plan.scheme is None and kind in heads:
+            for about, number in (*kinds, *heads):
+                plan = rules.plan(about.name, about)
+                if plan.scheme is None and (about, number) in heads:
                     continue  # stays tied
                 if plan.scheme is not None:
                     parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
@@ -75,18 +67,19 @@ def sizes(source: Given) -> Sizes:
                 elif about.scheme is not None and not about.packed:
                     nbytes = about.nbytes  # blocks and int8 stay as stored
                 else:
-                    nbytes = _converted(kind, dtypes.BY_CODE["F32"])
-                total += kind.number * nbytes
+                    nbytes = _converted(about, dtypes.BY_CODE["F32"])
+                total += number * nbytes
             return total
 
         def encoded(preset: str) -> int:
             layout, own = arranged(catalog, presets()[preset], told=False), kinds
             if layout is not catalog:  # it has the names of the engine
-                own = [_Kind(name, layout.about(name), 1) for name in layout]
+                own = [(layout.about(name), 1) for name in layout]
             own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema
             rules = EngineRules(presets()[preset], None, layout, own_schema, chosen=layout.config is None)
             total, is_quantized = 0, False
-            for name, about, number in own:
+            for about, number in own:
+                name = about.name
                 if rules.drops(name):
                     continue
                 plan = rules.plan(name, about)
@@ -120,8 +113,8 @@ def sizes(source: Given) -> Sizes:
         return Sizes(stored, totals(DTYPES, converted), totals(SCHEMES, quantized) | totals(ENGINE_FORMATS, encoded))
 
 
-def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
-    """Group tensors by shape and role, so that the rules need not decide about each of 100,000 expert weights."""
+def _kinds(catalog: Catalog, schema: Schema | None) -> list[tuple[TensorDescription, int]]:
+    """Return a tensor of each shape and role, and their number: the rules need not decide about 100,000 experts."""
     entries = () if schema is None else schema.entries
     texts = [text for entry in entries for text in (entry.name, *entry.also)]
     # Unless a name in the schema contains a number other than the layer.
@@ -131,14 +124,13 @@ def _kinds(catalog: Catalog, schema: Schema | None) -> list[_Kind]:
         return NUMBER.sub("0", about.name) if alike else about.name, *about[1:4], about.scheme, about.axis
 
     groups = grouped(catalog.descriptions([*catalog]).values(), kind_of)
-    return [_Kind(abouts[0].name, abouts[0], len(abouts)) for abouts in groups.values()]
+    return [(abouts[0], len(abouts)) for abouts in groups.values()]
 
 
-def _converted(kind: _Kind, target: dtypes.Dtype) -> int:
+def _converted(about: TensorDescription, target: dtypes.Dtype) -> int:
     """Return the bytes of a tensor that is converted to a dtype, if it has real numbers."""
-    about = kind.about
     if about.scheme is None and not about.floating:
         return about.nbytes
     if about.scheme is not None and not about.packed:
-        check_restorable(kind.name, about.scheme)
+        check_restorable(about.name, about.scheme)
     return target.nbytes(math.prod(about.shape))
