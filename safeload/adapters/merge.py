@@ -30,19 +30,7 @@ from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
 from . import adapter as lora
-from .adapter import (
-    Adapter,
-    AdapterTarget,
-    Apart,
-    Base,
-    Fit,
-    Heads,
-    fitted,
-    heads_of,
-    listed,
-    modules_by_tensor,
-    opened,
-)
+from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -136,7 +124,7 @@ class Merge:
             if problems is None:
                 raise
             problems.append(error)
-        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
+        self.fits = [lora.fitted(adapter, base) for adapter in adapters] if fits is None else fits
         for adapter, fit, own in zip(adapters, self.fits, modules, strict=True):
             for module, parts in own.items():
                 try:
@@ -152,7 +140,7 @@ class Merge:
     def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
         """Return modules: a tensor or rows that replace one of two tied tensors replace both."""
         modules: dict[str, Mapping[str, str]] = {**adapter.modules}
-        own = modules_by_tensor(adapter, self.base.find) if tied else {}
+        own = lora.modules_by_tensor(adapter, self.base.find) if tied else {}
         for name, other in tied:
             for module in own.get(name, ()) if other not in own and other in self.base.names else ():
                 if lora.VALUE in modules[module] and not adapter.is_copy(module):
@@ -532,21 +520,20 @@ def merging(
     checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Checkpoint, Merge | None]]:
     """Open adapters, and fit these to a base."""
-    weighted = listed(adapters)
-    if not weighted:
-        yield checkpoint, None
-    else:
-        with ExitStack() as stack:
-            base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
+    with ExitStack() as stack:
+        if weighted := lora.listed(adapters):
+            base, merge = fit(checkpoint, lora.opened(stack, weighted, storage_options))
             warn_of_config(merge, checkpoint.config)
             yield base, merge
+        else:
+            yield checkpoint, None
 
 
 def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
-    heads = heads_of(adapters, checkpoint.config, checkpoint)
+    heads = lora.heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint
     base = Base(
