@@ -468,8 +468,9 @@ class _FileScan:
         is_keras_zip = is_zip and name.endswith(".keras")
         if head.startswith(_HDF5) or _is_json(head) or (_CONFIG_NAME.search(name) and not is_keras_zip):
             self._configs(content, head)
-        if name.endswith((".pb", ".keras", ".json")):
-            self._operations(content)
+        if name.endswith((".pb", ".keras", ".json")):  # the first operation of TensorFlow that runs code
+            for at in islice(_matches(content, _TENSORFLOW), 1):
+                self._code(content, at, [("a TensorFlow operation that reaches files or Python", DANGEROUS, _LOADED)])
 
     def _pickles(self, content: ScannedRange, name: str, at: int = 0, *, plain: bool) -> int:
         """Follow consecutive pickles at an offset, and return the end of the last whole pickle."""
@@ -553,11 +554,6 @@ class _FileScan:
             if at < end:
                 self._fault(content, f"it was searched for pickles up to byte {at:,}; the rest was not looked at")
                 return
-
-    def _operations(self, content: ScannedRange) -> None:
-        """Report the first operation of TensorFlow that runs code."""
-        for at in islice(_matches(content, _TENSORFLOW), 1):
-            self._code(content, at, [("a TensorFlow operation that reaches files or Python", DANGEROUS, _LOADED)])
 
     def _configs(self, content: ScannedRange, head: bytes) -> None:
         """Judge the configs of Keras models, which are JSON: a file, or text within other bytes."""
