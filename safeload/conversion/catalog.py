@@ -14,7 +14,7 @@ from copy import copy
 from fnmatch import fnmatchcase
 from itertools import chain, repeat
 from operator import add, attrgetter, itemgetter, sub
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -256,9 +256,7 @@ class Catalog:
     def __enter__(self) -> Catalog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._owned.close()
 
     @cached_property
@@ -418,10 +416,7 @@ class Catalog:
             self.merge.target_row(name, None)
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None, room: Room = private_array) -> Any:
-        """Return an array or a `QuantizedTensor`, as stored without a dtype; file tensors get private memory.
-
-        A tensor that is made gets the memory of ``room``.
-        """
+        """Return an array or a `QuantizedTensor`, as stored without a dtype, in private memory, or ``room`` if made."""
         if (computed := self.made(name)) is not None:
             row = computed.work if dtype is None else dtypes.parse(dtype)
             out = room(self.about(name).shape, dtypes.array_dtype(row.number))

@@ -262,10 +262,7 @@ def open_sources(stack: ExitStack, src: Given | Sequence[Given], request: Conver
 
 
 def _model_of_file(catalog: Catalog, request: ConvertRequest) -> Catalog:
-    """Return the open folder in place of a file, if the folder is a supported model in this file alone.
-
-    The Hub's models of one file are often passed as ``MODEL/model.safetensors``. An engine needs what lies beside it.
-    """
+    """Return the open folder in place of the only weight file of a model: an engine needs what lies beside it."""
     alone = catalog.folder is None and catalog.config is None and len(catalog.weight_files) == 1
     if not alone or catalog.format == "gguf":
         return catalog
@@ -945,11 +942,7 @@ class Decider:
 
 
 def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[str, Any] | None:
-    """Return the new ``config.json`` of a folder, or None to leave it as it is.
-
-    If the source has none, the old one gets the quantization of the new weights, or loses its own, unless the new
-    weights can be the codes that it describes.
-    """
+    """Return the new ``config.json`` of a folder: the old one, mended, if the source has none; None leaves it."""
     if outputs.config is not None or not request.overwrite:
         return outputs.config
     config, stale = old_config(outputs, folder)
@@ -966,10 +959,8 @@ def config_for(outputs: Outputs, folder: Sink, request: ConvertRequest) -> dict[
 
 
 def old_config(outputs: Outputs, folder: Sink) -> tuple[dict[str, Any] | None, bool]:
-    """Return a folder's ``config.json``, and whether the new weights lack the quantization that it describes.
-
-    There is none if it cannot be read, or if the new weights can be the codes that it describes.
-    """
+    """Return a folder's ``config.json``, and whether the new weights lack the quantization that it describes."""
+    # None if it cannot be read, or if the new weights can be the codes that it describes.
     config = None
     with suppress(FormatError, OSError):
         if (outputs.restored or not outputs.may_hold_codes) and CONFIG in folder.names():

@@ -528,12 +528,10 @@ def write_shards(
     *,
     overwrite: bool,
     config: bytes | None = None,
+    # Adds the record of origin to ``files``, given size and SHA-256 of the shards.
     record: Callable[[Mapping[str, Any]], Mapping[str, bytes | Location]] | None = None,
 ) -> int:
-    """Write a folder of shards and the files beside them, and return the bytes of the shards.
-
-    ``record`` adds the record of origin to ``files``, given size and SHA-256 of the shards.
-    """
+    """Write a folder of shards and the files beside them, and return the bytes of the shards."""
     written, entries = 0, dict[str, Any]()
     with sink.begin(overwrite=overwrite, config=config):
         for name, shard in shards.items():

@@ -22,6 +22,7 @@ from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint, folder_of, recipe_of, tensors_of
 from ..core.files import LOCAL, Location, cache_here, caching, check_unchanged, identity_of
 from ..core.memory import Cache
+from ..core.names import grouped
 from ..core.opening import reopen_subset
 from ..core.progress import Meter, Progress
 from ..core.registry import Opened, Recipe, formats_of, row_of
@@ -65,11 +66,7 @@ def run(
     threads: int | None,  # per piece; None: one on an executor, which can run several pieces per machine, and all here
     progress: Progress,
 ) -> list[_T]:
-    """Call ``function(piece, threads)`` for each piece and return the results in order.
-
-    Retrying is up to the executor: its first exception ends the run. Pending pieces are cancelled,
-    running pieces are awaited.
-    """
+    """Call ``function(piece, threads)`` for each piece and return the results in order; no piece is tried again."""
     results: list[Any] = [None] * len(pieces)
     finished: SimpleQueue[Any] = SimpleQueue()
     futures: dict[Any, int] = {}
@@ -220,10 +217,7 @@ def run_pieces(
 def pieces_of(
     sizes: Mapping[str, int], catalog: Catalog, against: Catalog | None = None, *, whole: bool = False, **call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Divide tensors, given the bytes of each, into pieces of a call, or into a ``whole`` piece.
-
-    Tensors of ``against`` have equal names.
-    """
+    """Divide tensors, given the bytes of each, into pieces of a call; ``against`` has tensors of equal names."""
     names, both = [*sizes], {"sources": catalog, "against": against}
     sides = {key: TensorFiles(side, names) for key, side in both.items() if side is not None}
     with paused(len(names)):
@@ -281,9 +275,7 @@ class TensorFiles:
         places: dict[str, tuple[WeightFile, int]] = {}  # a path can have several files, each with a part of its bytes
         for k, number in sorted(numbered, key=lambda pair: pair[0]):
             places.setdefault(self.files[number].place, (self.files[number], k))
-        by_checkpoint: dict[int, list[tuple[WeightFile, int]]] = {}
-        for file, k in places.values():
-            by_checkpoint.setdefault(self._owners[file], []).append((file, k))
+        by_checkpoint = grouped(places.values(), lambda place: self._owners[place[0]])
         return [self._source(self._checkpoints[k], items) for k, items in by_checkpoint.items()]
 
     def _source(self, owner: Checkpoint, numbered: Sequence[tuple[WeightFile, int]]) -> dict[str, Any]:

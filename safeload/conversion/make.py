@@ -330,10 +330,7 @@ class _CopyWriter:
 
 
 class Maker:
-    """Turns decisions into lazy outputs.
-
-    Small tensors are quantized in groups, which follow each other as a writer asks for tensors.
-    """
+    """Turns decisions into lazy outputs; small tensors are quantized in groups, in the order of the writer."""
 
     def __init__(
         self,

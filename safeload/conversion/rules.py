@@ -139,13 +139,10 @@ class Summary(Result, _SummaryFields):
 
 
 class Kept:
-    """The tensors to leave unquantized, by patterns of tensor or module names or by a function.
-
-    They may also select all tensors of the source that an engine stores as one: ``sources_of`` returns their names.
-    """
+    """The tensors to leave unquantized, by patterns of tensor or module names or by a function."""
 
     def __init__(self, keep: Keep, sources_of: Callable[[str], Sequence[str]] = lambda name: ()) -> None:
-        self._sources_of = sources_of
+        self._sources_of = sources_of  # the tensors of the source that an engine stores as one
         patterns = () if keep is None or callable(keep) else (keep,) if isinstance(keep, str) else keep
         self._patterns = {pattern: _test_of(pattern) for pattern in patterns}
         self._tests = [(f"keep={show(pattern)}", test) for pattern, test in self._patterns.items()]
@@ -357,11 +354,8 @@ PARTS = ("text", "vision")
 def rules_for(
     catalog: Catalog, scheme: ConvertScheme, keep: Keep, matrix: ImportanceMatrix | None, *, model: bool
 ) -> Rules:
-    """Return the rules for ``quantize=``.
-
-    In a ``model``, a file for llama.cpp, a bare name is a file type. In a dict the names of block types are block
-    types; the pattern "*" can also have a mixture such as "q4_k_m".
-    """
+    """Return the rules for ``quantize=``; in a ``model``, a file for llama.cpp, a bare name is a file type."""
+    # In a dict the names of block types are block types; the pattern "*" can also have a mixture such as "q4_k_m".
     sizes = ModelSizes.of(catalog.metadata) if model else None
     if sizes is not None and sizes.architecture in diffusion_models() and sizes.architecture not in quantized_models():
         text = f"{catalog.title}: safeload quantizes the diffusion models {', '.join(quantized_models())}, not "

@@ -101,10 +101,7 @@ _FIELDS = {"piece": str, "size": int, "sha256": str}
 
 
 class Sink:
-    """A folder on this disk; `StoreSink` is one in a store.
-
-    New files are written in a `begin` block: `file` for each shard, then `commit` puts all in place.
-    """
+    """A folder on this disk: in a `begin` block, `file` writes each new shard, then `commit` puts all in place."""
 
     # If reading fails with one of these, `holds` is False.
     _unreadable: tuple[type[Exception], ...] = (OSError, FormatError)
@@ -182,11 +179,8 @@ class Sink:
 
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
-        """Yield for a block of `file` and `commit`, whose error takes back what they did.
-
-        With ``overwrite``, the files of the old checkpoint are removed: shards and records of conversions, the index,
-        and ``model.safetensors``. Foreign files stay.
-        """
+        """Yield for a block of `file` and `commit`, whose error takes back what they did."""
+        # With `overwrite`, shards, records, index and model.safetensors of the old checkpoint go. Foreign files stay.
         existed = os.path.isdir(self.location.path)
         self._overwrite, self._config = overwrite, config
         self._files: dict[str, AtomicFile] = {}  # complete, under temporary names
@@ -410,12 +404,10 @@ class Sink:
 
 
 class StoreSink(Sink):
-    """A folder in a store behind a URL, where nothing can be renamed. The path holds secrets; the pickle holds none.
+    """A folder in a store behind a URL, where nothing can be renamed. The path holds secrets; the pickle holds none."""
 
-    New shards get new names if they replace a checkpoint, and the old shards are removed once the index names the new
-    shards. If the conversion is interrupted, the folder has the old checkpoint, the new one, or an index of a missing
-    file.
-    """
+    # New shards get new names if they replace a checkpoint, and the old shards are removed once the index names the new
+    # shards. If interrupted, the folder has the old checkpoint, the new one, or an index of a missing file.
 
     _unreadable = (FileNotFoundError, FormatError)
 
@@ -612,10 +604,8 @@ def shared_identity(identity: Identity | None) -> list[Any] | None:
 
 
 def free_names(sink: Sink, files: Collection[str], taken: Collection[str] | None = None) -> dict[str, str]:
-    """Return free names for shards: their own, or with the next total that no file in the folder has.
-
-    ``model.safetensors`` keeps its name in a local folder, and gets numbers in a store, which cannot replace it.
-    """
+    """Return free names for shards: their own, or with the next total that no file in the folder has."""
+    # model.safetensors keeps its name in a local folder, and gets numbers in a store, which cannot replace it.
     taken = sink.names() if taken is None else taken
     numbered = SINGLE in taken and sink.location.files.remote
     usual = {file: "model-00001-of-00001.safetensors" if numbered and file == SINGLE else file for file in files}
@@ -639,10 +629,7 @@ def indexed_names(sink: Sink, index: str = INDEX) -> set[str]:
 
 
 def blocking_index(names: Iterable[str]) -> bytes:
-    """Return an index that no reader can open.
-
-    One of ``names`` that is there keeps the index from being stale; the next call removes the shards among them.
-    """
+    """Return an index that no reader can open, and that is not stale if one of ``names`` is there."""
     return json.dumps({"metadata": {}, "weight_map": {name: name for name in (_MISSING, *names)}}).encode()
 
 

@@ -562,10 +562,8 @@ class Rope:
 
 
 def value_at(catalog: Catalog, key: str, kind: str = F32) -> Any:
-    """Return the value of a key that must be of a type of `_READ`, as Python has it; None without the key.
-
-    A float is the shortest decimal number that an f32 stands for. An integer can be given for every layer.
-    """
+    """Return the value of a key that must be of a type of `_READ`, as Python has it; None without the key."""
+    # A float is the shortest decimal number that an f32 stands for. An integer can be given for every layer.
     value = of_all_layers(catalog.metadata.get(key))
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     fits, expected = {
