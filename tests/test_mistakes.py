@@ -153,18 +153,19 @@ def test_the_pattern_of_the_message_works(here):
 
 def test_a_repository_in_the_cache_is_named(here):
     cache = here / "cache" / "models--owner--name"
-    for commit in ("old", "new"):
+    commits = first, other = "b" * 40, "a" * 40
+    for commit in commits:
         (cache / "snapshots" / commit).mkdir(parents=True)
         save_file({"w": W}, cache / "snapshots" / commit / "model.safetensors", durable=False)
     (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text("old")
+    (cache / "refs" / "main").write_text(first)
     text = message(lambda: safeload.open("owner/name"), FileNotFoundError)
-    folder = str(cache / "snapshots" / "old")
+    folder = str(cache / "snapshots" / first)
     assert_says(text, f"huggingface_hub's cache has this repository: safeload.open({folder!r})", "not: download")
     assert list(safeload.open(folder)) == ["w"]
-    (cache / "snapshots" / "old" / "model.safetensors").unlink()
-    assert_says(message(lambda: safeload.open("owner/name")), repr(str(cache / "snapshots" / "new")))
-    (cache / "snapshots" / "new" / "model.safetensors").unlink()
+    (cache / "snapshots" / first / "model.safetensors").unlink()
+    assert_says(message(lambda: safeload.open("owner/name")), repr(str(cache / "snapshots" / other)))
+    (cache / "snapshots" / other / "model.safetensors").unlink()
     assert_says(message(lambda: safeload.open("owner/name")), "hf://owner/name", "not: cache")
 
 

@@ -50,11 +50,6 @@ def hub_folder() -> str:
     return os.path.join(caches, "huggingface", "hub")
 
 
-def ref_of(path: str, *names: str) -> str:
-    """Return the commit of a branch or tag in the folder of a repository; "" if it cannot be read."""
-    return text_of(os.path.join(path, "refs", *names))
-
-
 def text_of(path: str) -> str:
     """Return the text of a small file; "" if it cannot be read."""
     with suppress(OSError, ValueError):
@@ -69,7 +64,7 @@ def snapshot_of(path: str) -> str | None:
     snapshots = os.path.join(path, "snapshots")
     if not os.path.isdir(snapshots) or not os.path.isdir(os.path.join(path, "blobs")):
         return None
-    main = ref_of(path, "main")
+    main = text_of(os.path.join(path, "refs", "main"))
     if main and os.path.basename(main) == main and os.path.isdir(os.path.join(snapshots, main)):
         return os.path.join(snapshots, main)
     revisions = sorted(entry.name for entry in os.scandir(snapshots) if entry.is_dir())
@@ -103,7 +98,7 @@ class CachedRepository:
             return revision
         if not all(map(_COMPONENT.fullmatch, revision.split("/"))):
             return None
-        commit = ref_of(self.path, *revision.split("/"))
+        commit = text_of(os.path.join(self.path, "refs", *revision.split("/")))
         return commit if COMMIT.fullmatch(commit) else None
 
     def refs(self) -> dict[str, str]:

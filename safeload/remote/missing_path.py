@@ -8,9 +8,8 @@ from __future__ import annotations
 import glob
 import os
 import re
-from contextlib import suppress
 
-from .hub_cache import CachedRepository, ref_of
+from .hub_cache import CachedRepository
 from .url import is_url, of_page, shown
 
 # A scheme has at least two letters, unlike a Windows drive. `pathlib` turns "https://host" into "https:/host".
@@ -100,13 +99,9 @@ def _of_hub(path: str) -> str | None:
 
 
 def _cached(repository: str) -> str | None:
-    """Return the folder of a repository with weights in huggingface_hub's local cache, or None."""
-    cache = CachedRepository.of("model", repository).path
-    folders = os.path.join(cache, "snapshots")
-    with suppress(OSError, ValueError):
-        revisions = sorted(os.listdir(folders), key=lambda name: os.path.getmtime(os.path.join(folders, name)))
-        for name in filter(None, (ref_of(cache, "main"), *reversed(revisions))):
-            folder = os.path.join(folders, name)
-            if os.path.basename(name) == name and any(file.endswith(_WEIGHTS) for file in os.listdir(folder)):
-                return folder
+    """Return the folder of a commit with weights in huggingface_hub's local cache, main's if it has some, or None."""
+    cached = CachedRepository.of("model", repository)
+    for commit in filter(None, (cached.commit_of("main"), *cached.commits())):
+        if any(name.endswith(_WEIGHTS) and "/" not in name for name in cached.files(commit)):
+            return os.path.join(cached.path, "snapshots", commit)
     return None

@@ -177,8 +177,7 @@ class WebUrl:
     def redirected(self, location: str) -> WebUrl:
         """Resolve the target of a redirect (RFC 3986, 5.2)."""
         _check_characters(location)
-        match = _matched(location)
-        scheme, place, path, query = match[1], match[2], match[3], match[4]
+        scheme, place, path, query, _ = _matched(location).groups()
         if scheme is not None or place is not None:
             if place is None:
                 raise UrlError("it is not http or https")
