@@ -517,7 +517,7 @@ def _factors(
 
 @contextmanager
 def merging(
-    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint, adapters: Any, storage_options: Mapping[str, Any] | None
 ) -> Iterator[tuple[Checkpoint, Merge | None]]:
     """Open adapters, and fit these to a base."""
     with ExitStack() as stack:

@@ -540,7 +540,7 @@ def check_values(
             yield find(rule, name, count=values.count, value=figure(values.min, 6))
 
 
-def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = None) -> dict[str, float]:
+def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None) -> dict[str, float]:
     """Return the tensors with an outlier, each with a bound that 99.9 % of its magnitudes stay below."""
     bounds = {}
     for name, counted in measure(catalog, names, histogram=True, threads=threads).items():
@@ -566,7 +566,7 @@ def find_outliers(catalog: Catalog, names: Sequence[str], threads: int | None = 
     return bounds
 
 
-def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None = None) -> Iterator[Finding]:
+def check_scales(catalog: Catalog, name: str, limits: Limits, threads: int | None) -> Iterator[Finding]:
     """Find bad scales of a quantized or packed tensor. For tensors in files, only scales and blocks are read."""
     about, place = catalog.about(name), catalog.place(name)
     packed = None if place.file is None else packed_of(place.file, place.number)

@@ -244,7 +244,7 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
     beside_sources = [*filter(None, (options["imatrix"], *adapters, *(() if verify is True else documents)))]
     with ExitStack() as stack:
         if folder is None and request.place.files.remote:
-            destinations.file_in_store(request.place, overwrite=overwrite)
+            store, name = destinations.file_in_store(request.place, overwrite=overwrite)
         elif folder is None:
             old = destinations.old_shards(request.path, overwrite)
             if beside_sources:
@@ -270,7 +270,6 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
             files, nbytes = _write_folder(outputs, request, folder, meter.add, record)
             destinations.warn_of_schemes(path, outputs.schemes)
         elif request.place.files.remote:
-            store, name = destinations.file_in_store(request.place, overwrite=overwrite)
             with store.staging(name) as staged:
                 nbytes, text = _write_file(outputs, request, staged, meter.add, record)
             if text is not None:

@@ -485,20 +485,12 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         return catalog if request.by_name else arranged(catalog, preset)
     if not restored and (request.format != "gguf" or request.options["raw"]):
         return catalog
-    # Only here: most results need no architecture.
-    from .llama_cpp.gguf_models import (
-        from_comfyui,
-        from_llama_cpp,
-        recognized,
-        to_comfyui,
-        to_llama_cpp,
-        tower_to_llama_cpp,
-    )
+    from .llama_cpp import gguf_models  # only here: most results need no architecture
 
     if restored and model_of(catalog.metadata) is not None:
-        return from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
+        return gguf_models.from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
     unnamed = not restored and gguf_form(catalog.config)[0] is None
-    diffusion, part = recognized(catalog) if unnamed else None, request.options["part"]
+    diffusion, part = gguf_models.recognized(catalog) if unnamed else None, request.options["part"]
     if part is not None and (unnamed or catalog.format == "gguf"):
         why = "is a GGUF file already" if catalog.format == "gguf" else "has no config.json that names a class"
         raise ValueError(f"part= selects a part of a model of transformers, but {catalog.title} {why}")
@@ -509,14 +501,16 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
             f"{request.selecting[0]}= would leave no complete model: pass raw=True to write single tensors"
         )
     if restored:
-        model = from_llama_cpp(catalog)
+        model = gguf_models.from_llama_cpp(catalog)
         return model if preset is None else arranged(model, preset)
     if target is not None and target.code not in _LLAMA_CPP_DTYPES:
         engine = "llama.cpp" if diffusion is None else "ComfyUI"
         raise UnsupportedError(f'{engine} does not compute with {target.name}: pass dtype="float32" or "bfloat16"')
     if part == "vision":
-        return tower_to_llama_cpp(catalog, target, quantized=request.options["quantize"] is not None)
-    return to_llama_cpp(catalog, blocks=target is None) if diffusion is None else to_comfyui(catalog, diffusion)
+        return gguf_models.tower_to_llama_cpp(catalog, target, quantized=request.options["quantize"] is not None)
+    if diffusion is not None:
+        return gguf_models.to_comfyui(catalog, diffusion)
+    return gguf_models.to_llama_cpp(catalog, blocks=target is None)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:
@@ -536,7 +530,7 @@ def _leaves_mlx(catalog: Catalog, request: ConvertRequest) -> bool:
     """Return True if a model of mlx-lm becomes one of transformers or of another engine, which needs all tensors."""
     options = request.options
     converts = request.target is not None or options["quantize"] is not None or request.format == "gguf"
-    whole = options["layout"] is None and request.selecting in ([], ["rename"])
+    whole = options["layout"] is None and request.every_tensor
     for_mlx = request.preset is not None and request.preset.engine.stacks_experts
     in_folder = request.folder is not None or request.format == "gguf"
     return converts and whole and in_folder and not (for_mlx or options["raw"]) and is_of_mlx(catalog)

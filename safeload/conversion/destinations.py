@@ -439,11 +439,7 @@ AnyTensor = Lazy | LazyParts
 
 
 def config_with(
-    config: Mapping[str, Any] | None,
-    target: dtypes.Dtype | None,
-    *,
-    restored: bool = False,
-    schemes: Collection[str] = (),
+    config: Mapping[str, Any] | None, target: dtypes.Dtype | None, *, restored: bool, schemes: Collection[str]
 ) -> dict[str, Any] | None:
     """Return the ``config.json`` for converted weights, nested parts included; ``restored`` if dequantized."""
     if config is None:

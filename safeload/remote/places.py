@@ -25,7 +25,7 @@ def is_file_object(value: object) -> bool:
 
 
 def places_of(
-    paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None = None
+    paths: Sequence[PathLike | Located], storage_options: Mapping[str, Any] | None
 ) -> tuple[list[str], Files]:
     """Return callers' paths as text, and their store."""
     texts: list[str] = []

@@ -12,16 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from ..core.files import (
-    LOCAL_BLOCK,
-    REMOTE_BLOCK,
-    WINDOW,
-    ByteStore,
-    Files,
-    LocalStore,
-    Span,
-    read_from,
-)
+from ..core.files import LOCAL_BLOCK, REMOTE_BLOCK, WINDOW, ByteStore, Files, LocalStore, Span, read_from
 from ..core.forking import ProcessLock
 from ..core.native import private_buffer
 from ..core.thread_group import REMOTE_WORKERS, fill, in_order
