@@ -18,6 +18,8 @@ from ..core.arrays import Array
 from ..core.cast import astype
 from ..core.native import address_of, lib
 from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed, Packing
+from ..core.text import error_about
+from ..errors import FormatError
 from .blocks import BLOCKS, E2M1, INTEGER, MIDDLE
 from .families import Preset, presets
 
@@ -231,9 +233,14 @@ def _grids_of(matrix: Matrix) -> Grids:
         factors = shared[0 if shared.size == 1 else index]
     scales = numbers(SCALE)
     assert scales is not None
-    if not np.isfinite(scales).all():
-        raise Immovable("it has a scale that is no finite number")
-    return Grids(scales, zeros, numbers(BIAS), factors).mapped(lambda grid: _chosen(grid, matrix))
+    return _finite(Grids(scales, zeros, numbers(BIAS), factors)).mapped(lambda grid: _chosen(grid, matrix))
+
+
+def _finite(grids: Grids) -> Grids:
+    for text, grid in (("scale", grids.scales), ("bias", grids.biases)):
+        if grid is not None and not np.isfinite(grid).all():
+            raise Immovable(f"it has a {text} that is no finite number")
+    return grids
 
 
 def _floats(raw: Array, row: dtypes.Dtype) -> Array:
@@ -274,9 +281,7 @@ def _grids_in_blocks(matrix: Matrix) -> Grids:
         for k in range(1 + (_BLOCKS[name].zero == BIAS))
     ]
     grids = [each.reshape(stored.shape[:2]) for each in columns]
-    if not all(np.isfinite(each).all() for each in grids):
-        raise Immovable("it has a scale that is no finite number")
-    return Grids(grids[0], None, grids[1] if len(grids) > 1 else None)
+    return _finite(Grids(grids[0], None, grids[1] if len(grids) > 1 else None))
 
 
 def blocks(scheme: str, coded: Coded, threads: int | None = None) -> Array:
@@ -323,9 +328,11 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
     kept = [scale, "F16", "BF16"] if scale not in target.scales else [scale]
     kept = [code for code in (requested, *kept, *target.scales[: target.scales != _FLOATS]) if code in target.scales]
     zeros_stay = source.zero == target.zero or (source.zero, target.zero) == (MIDDLE, POINTS)
-    if same and kept[0] == scale and zeros_stay and source.zero != BIAS and not (source.factor or target.factor):
+    stays = same and kept[0] == scale and zeros_stay and source.zero != BIAS and not (source.factor or target.factor)
+    fits = all(m.rows is None and (ZERO not in m.packed.parts or m.packed.packing.zeros) for m in coded.matrices)
+    if stays and fits:
         return CodesPlan(scale)
-    grids, read = moved_grids(coded, target), coded.grids()
+    grids, read = _grids_for(coded, target), coded.grids()
     error = _factor_error(read, source, grids)
     for code in kept:
         if not _exact(grids.scales, code):
@@ -341,7 +348,15 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
 
 
 def moved_grids(coded: Coded, target: Holds) -> Grids:
-    """Return the numbers beside the codes for a layout, not rounded to the dtype of its scales yet."""
+    """Return the numbers beside codes that can move to a layout, not rounded to the dtype of its scales yet."""
+    try:
+        return _grids_for(coded, target)
+    except Immovable as reason:  # `plan` has not read them all
+        name = coded.matrices[0].packed.parts[CODES].name
+        raise error_about(FormatError, f"has codes that cannot move: {reason}", tensor=name) from None
+
+
+def _grids_for(coded: Coded, target: Holds) -> Grids:
     source, (scales, zeros, biases, factors) = coded.held(), coded.grids()
     if target.numbers == INTEGER:
         half, middle = 1 << source.bits - 1, 1 << target.bits - 1

@@ -15,7 +15,7 @@ from builders.schemes import ENGINE_FORMATS
 from builders.thorough import THOROUGH, part_of
 
 import safeload
-from safeload.errors import UnsupportedError
+from safeload.errors import SafeloadError, UnsupportedError
 from safeload.numpy import load_file
 
 FORMATS = [*ENGINE_FORMATS, *(f"mlx{bits}-g{group}" for bits in (2, 3, 8) for group in (32, 128))]
@@ -232,6 +232,36 @@ def test_a_scale_that_the_format_cannot_hold_is_refused(tmp_path):
     layouts.write(tmp_path / "source", (parts, config, values))
     with pytest.raises(UnsupportedError, match=f"{NAME}.* its scales are BF16, and not exact in F16"):
         safeload.convert(tmp_path / "source", tmp_path / "out", quantize={NAME: "q4_0"})
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("made", "part", "target"),
+    [
+        (layouts.compressed("F16", 32, 1, SHAPE), "weight_scale", "gptq-g32"),
+        (layouts.mlx("F16", 32, 2, SHAPE), "biases", "mlx8-g32"),
+    ],
+)
+def test_a_number_beside_codes_that_is_not_finite_is_an_error_by_name(tmp_path, made, part, target, number):
+    parts, config, values = made
+    broken = parts[part].copy()
+    broken[3, 2] = number
+    layouts.write(tmp_path / "source", ({**parts, part: broken}, config, values))
+    for options in ({}, {"requantize": True}):
+        with pytest.raises(SafeloadError, match=rf"{layouts.NAME}.*(no finite number|nan|inf)"):
+            safeload.convert(tmp_path / "source", tmp_path / "out", quantize=target, **options)
+
+
+def test_zero_points_that_are_no_codes_are_refused_and_can_be_rounded_again(tmp_path):
+    parts, config, values = layouts.compressed("F16", 32, 1, SHAPE)
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "tensor", "symmetric": False}
+    scale = np.float16([0.01])
+    parts |= {"weight_scale": scale, "weight_zero_point": np.int8([12])}  # of codes from -8 to 7
+    layouts.write(tmp_path / "source", (parts, config, values))
+    with pytest.raises(UnsupportedError, match=f"{NAME}.*its zero points are not codes"):
+        safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16_asym-g32")
+    report = safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16_asym-g32", requantize=True)
+    assert report.summary.codes == {NAME: "rounded again from int4 tensor asym"}
 
 
 def test_codes_are_rounded_again_on_request(tmp_path):
