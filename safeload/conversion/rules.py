@@ -240,7 +240,7 @@ class Rules:
         planned = Planned(None, "is empty") if 0 in shape else self._choose(name, shape)
         if planned.scheme is planned.dtype is None:
             return planned
-        if scheme is not None and scheme in (planned.scheme, planned.requested):
+        if not about.packed and scheme is not None and scheme in (planned.scheme, planned.requested):
             return Planned(None, f"is already {scheme}", already=True)
         kept = self.kept.reason(name) or ("" if planned.dtype else planned.reason)
         if kept:

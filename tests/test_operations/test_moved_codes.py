@@ -324,6 +324,21 @@ def test_a_refusal_names_the_format_with_groups_that_fit(scheme, tmp_path):
     assert safeload.convert(tmp_path / "source", tmp_path / "out", quantize=f"{scheme}-g32")
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("source", ["mxfp4", "nvfp4 multiplied"])
+def test_codes_of_a_checkpoint_are_no_blocks_of_the_same_name(tmp_path, source, dtype):
+    scheme = source.split()[0]
+    values = layouts.write(tmp_path / "source", SOURCES[source][0])
+    if scheme == "nvfp4":  # blocks have no place for the scale of the tensor
+        with pytest.raises(UnsupportedError, match=f"{NAME}.*cannot move to nvfp4"):
+            safeload.convert(tmp_path / "source", tmp_path / "out", quantize=scheme, dtype=dtype)
+        return
+    report = safeload.convert(tmp_path / "source", tmp_path / "out", quantize=scheme, dtype=dtype)
+    assert report.summary.codes == {NAME: f"codes of {scheme}"}
+    assert safeload.open(tmp_path / "out").tensors[NAME].dtype == scheme.upper()
+    np.testing.assert_array_equal(safeload.load(tmp_path / "out", dtype="float32")[NAME], values)
+
+
 # ---- towards GGUF and from it ----
 
 
