@@ -812,7 +812,10 @@ class Decider:
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
             if not (self._quantized or self._engine.already) and self._engine.preset.parts:
-                name, reason = next(iter(self._kept.items()), ("", ""))
+                shapes = {name: self._catalog.about(self._heads.get(name, name)).shape for name in self._kept}
+                reasons = [why for name, why in self._kept.items() if shapes[name][1:]] or [*self._kept.values()]
+                reason = max(reasons, key=reasons.count, default="")  # of most matrices
+                name = next((name for name, why in self._kept.items() if why == reason), "")
                 by = "is kept by " if reason.startswith("keep=") else ""
                 why = f": tensor {show(name)} {by}{reason}" if reason else ""
                 raise UnsupportedError(f"{self._engine.preset.name}: no tensor is left to quantize{why}")

@@ -27,6 +27,7 @@ from ..models import choosing
 from ..models.choosing import TIE
 from ..models.diffusion import ARCHITECTURE, diffusion_models, quantized_models
 from ..models.family import changed_by_mlx, engine_model_types, mlx_form, mlx_model_types
+from ..models.renamed import ModelNames
 from ..models.schema import Schema
 from ..quant.families import IS_EXPERT, IS_HEAD, Preset, presets
 from ..quant.finder import conv1d_model, is_named_conv1d
@@ -577,7 +578,7 @@ class EngineRules:
         fused = _FUSED_EXPERTS.search(name) is not None or (bool(self.rule) and len(shape) == 3 and ".experts" in name)
         knows_roles = self._mlx is not None or self.schema is not None
         role = self.role(name) if knows_roles else "weight"
-        if self.rule and (self.schema is None or role is None):
+        if self.rule and (self.schema is None or role is None or (role == "weight" and not name.endswith(_WEIGHT))):
             roles = (role for role, pattern in _ROLES_BY_NAME.items() if pattern.search(name))
             role = next(roles, "weight" if fused or name.endswith(_WEIGHT) else "buffer")
         if self.rule and role == "router":
@@ -655,6 +656,9 @@ class EngineRules:
         for module in (head.removesuffix(_WEIGHT) for head in self._tied if head not in kept):
             left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}  # transformers has it beside the model
         config = config or {}
+        for name, place in ModelNames(config, {module + _WEIGHT: module for module in left}).places.items():
+            module = getattr(place, "stored", place)  # of a part too
+            left |= {name.removesuffix(_WEIGHT): left[module]} if module in left else {}
         if self._mlx is not None and TIE not in config:
             has_head = any(self.role(name) == "head" for name in (*quantized, *kept))
             config = {**config, TIE: not has_head}  # mlx-lm's default is not that of transformers

@@ -124,6 +124,40 @@ def test_fused_experts_in_another_order_are_refused_by_name(tmp_path):
     assert EXPERTS + "down_proj" in report.summary.kept
 
 
+@pytest.mark.parametrize("name", ["w4a16-g32", "deepseek_fp8", "awq-g32"])
+@pytest.mark.parametrize(
+    ("class_name", "model_type", "stored", "loaded"),
+    [
+        ("GPTNeoXForCausalLM", "gpt_neox", "embed_out", "lm_head"),
+        ("LlavaForConditionalGeneration", "llava", "language_model.lm_head", "lm_head"),
+        (
+            "LlavaForConditionalGeneration",
+            "llava",
+            "language_model.model.layers.0.self_attn.q_proj",
+            "model.language_model.layers.0.self_attn.q_proj",
+        ),
+    ],
+)
+def test_unquantized_modules_have_the_names_of_transformers_too(tmp_path, name, class_name, model_type, stored, loaded):
+    weights = {f"{module}.weight": matrix(128, HIDDEN, 1).astype(BF16) for module in (stored, "layers.0.dense")}
+    source = write(tmp_path / "source", weights, architectures=[class_name], model_type=model_type)
+    safeload.convert(source, tmp_path / "out", quantize=name, ignore=f"{stored}.weight")
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    left = {module for value in settings.values() if isinstance(value, list) for module in value}
+    assert {stored, loaded} <= left
+
+
+def test_parameters_that_are_no_weights_of_modules_stay_in_known_families_too(tmp_path):
+    mixer = "backbone.layers.0.mixer."
+    shapes = {f"{mixer}in_proj.weight": (1024, HIDDEN), f"{mixer}A_log": (512, 16)}
+    tensors = {name: np.ones(shape, BF16) for name, shape in shapes.items()}
+    settings = {"hidden_size": HIDDEN, "state_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "expand": 2}
+    source = write(tmp_path / "source", tensors, architectures=["MambaForCausalLM"], model_type="mamba", **settings)
+    report = safeload.convert(source, tmp_path / "out", quantize="w8a8")
+    assert report.summary.quantized.keys() == {f"{mixer}in_proj.weight"}
+    assert report.summary.kept[f"{mixer}A_log"] == "is a buffer"
+
+
 def test_mlx_needs_a_family(tmp_path, capsys):
     source = write(tmp_path / "source", weights())
     with pytest.raises(UnsupportedError, match="does not support model_type 'qwen9'"):
