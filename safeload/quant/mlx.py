@@ -106,7 +106,8 @@ def _with_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[st
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
     added = {key: value for key, value in _older_keys(config, form).items() if config.get(key) is None}
-    return {**config, **added}
+    required = {key: None for key, name in form.newer_keys.items() if not name} if form is not None else {}
+    return {**required, **config, **added}
 
 
 def without_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:

@@ -204,6 +204,21 @@ def test_mlx_gets_the_keys_of_transformers_4(tmp_path, model_type):
     assert read_config(tmp_path / "other").keys() == newer.keys() | {"quantization_config"}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "newer", "older"),
+    [
+        ("gpt2", {"n_positions": 64}, {"n_ctx": 64}),
+        ("lfm2", {"hidden_size": 8}, {"block_dim": 8}),
+        ("exaone4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {"rope_scaling": None}),
+        ("glm4_moe", {"rope_scaling": {"factor": 2.0}}, {"rope_scaling": {"factor": 2.0}}),
+    ],
+)
+def test_mlx_gets_keys_without_which_mlx_lm_refuses_a_model(model_type, newer, older):
+    mlx4 = presets()["mlx4"]
+    written = mlx4.lay_out(mlx4, {"model_type": model_type, **newer}, {}, {})
+    assert {key: written[key] for key in older} == older
+
+
 def test_mlx_gets_the_rotations_of_each_kind_of_layer():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}
     rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
