@@ -812,10 +812,9 @@ class Decider:
         decisions = {name: self._decide(name, self._descriptions[name]) for name in names}
         if self._engine is not None:
             if not (self._quantized or self._engine.already) and self._engine.preset.parts:
-                shapes = {name: self._catalog.about(self._heads.get(name, name)).shape for name in self._kept}
-                reasons = [why for name, why in self._kept.items() if shapes[name][1:]] or [*self._kept.values()]
-                reason = max(reasons, key=reasons.count, default="")  # of most matrices
-                name = next((name for name, why in self._kept.items() if why == reason), "")
+                about = ((why, self._catalog.about(self._heads.get(name, name))) for name, why in self._kept.items())
+                counts = Counter(why for why, tensor in about if len(tensor.shape) > 1)
+                name, reason = max(self._kept.items(), key=lambda kept: counts[kept[1]], default=("", ""))
                 by = "is kept by " if reason.startswith("keep=") else ""
                 why = f": tensor {show(name)} {by}{reason}" if reason else ""
                 raise UnsupportedError(f"{self._engine.preset.name}: no tensor is left to quantize{why}")
@@ -880,8 +879,7 @@ class Decider:
             code = None if requested is None else requested.code
             move = codes.plan(self._catalog.coded(name), codes.holds(scheme), code)
         except codes.Immovable as reason:
-            fewer = codes.bits_of(scheme) < codes.bits_of(label)
-            if options["exact"] or not (fewer or options["requantize"]):
+            if options["exact"] or not (options["requantize"] or codes.bits_of(scheme) < codes.bits_of(label)):
                 advice = "dtype= dequantizes it" if options["exact"] else _ROUND_AGAIN
                 fits = next((s for s in presets() if s.startswith(f"{scheme}-") and self._moves(name, s)), None)
                 advice = advice if fits is None else f"they move to {fits}; {advice}"

@@ -506,8 +506,7 @@ class EngineRules:
             return Planned(None, f"is {about.dtype}, not floating")
         if not self.preset.parts:
             return Planned(None, f"is not quantized in {self.preset.name}")
-        reason = self._reason(name, about.shape)
-        if reason is not None:
+        if (reason := self._reason(name, about.shape)) is not None:
             return Planned(None, reason)
         preset, shape = self.preset, about.shape
         if self._mlx is not None and any(fnmatchcase(name, text + _WEIGHT) for text in self._mlx.eight_bits):
@@ -526,9 +525,8 @@ class EngineRules:
             return Planned(None, f"has a side that is not a multiple of {preset.sides}")
         if self.engine.stacks_experts and self.preset.group is not None and shape[-1] % self.preset.group:
             return Planned(None, f"has rows of {shape[-1]} elements, not whole groups of {self.preset.group}")
-        group = preset.group
-        if group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % group:
-            text = f"{preset.name} has blocks of {group} columns, and rows of {shape[-1]:,} are not whole blocks"
+        if preset.group is not None and not preset.flat and preset.row_block == 1 and shape[-1] % preset.group:
+            text = f"{preset.name} has blocks of {preset.group} columns, and rows of {shape[-1]:,} are not whole blocks"
             raise UnsupportedError(f"{subject(name)}{text}: {_IGNORE}", tensor=name)  # the engine has no such kernels
         return Planned(preset.name)
 
@@ -544,10 +542,8 @@ class EngineRules:
         if packed is None or {role: part.name for role, part in packed.parts.items()} != names:
             return False
         shape, row = packed.packing.shape, packed.parts[packing.SCALE].row
-        if self.scale not in (None, row):
-            return False
         whole = preset.group is None or preset.flat or preset.row_block > 1 or shape[-1] % preset.group == 0
-        if len(shape) < 2 or not whole:
+        if self.scale not in (None, row) or len(shape) < 2 or not whole:
             return False
         key = preset.name, shape, row.code
         if key not in self._written:
@@ -595,8 +591,7 @@ class EngineRules:
         if self.rule and len(shape) != 2 and not fused:
             return f"is {len(shape)}-D, not 2-D"
         if self._mlx is not None:
-            kinds = self._mlx.unquantized.items()
-            why = next((why for text, why in kinds if fnmatchcase(name, text)), None)
+            why = next((why for text, why in self._mlx.unquantized.items() if fnmatchcase(name, text)), None)
             return why if why is not None or name.endswith(_WEIGHT) else "is no matrix of a linear module"
         return "is a router" if _ROUTER.search(name) else None
 
@@ -656,9 +651,9 @@ class EngineRules:
         for module in (head.removesuffix(_WEIGHT) for head in self._tied if head not in kept):
             left |= {module: IS_HEAD, module.rpartition(".")[2]: IS_HEAD}  # transformers has it beside the model
         config = config or {}
-        for name, place in ModelNames(config, {module + _WEIGHT: module for module in left}).places.items():
-            module = getattr(place, "stored", place)  # of a part too
-            left |= {name.removesuffix(_WEIGHT): left[module]} if module in left else {}
+        places: Mapping[str, Any] = ModelNames(config, {module + _WEIGHT: module for module in left}).places
+        stored = {name.removesuffix(_WEIGHT): getattr(place, "stored", place) for name, place in places.items()}
+        left |= {name: left[module] for name, module in stored.items() if module in left}
         if self._mlx is not None and TIE not in config:
             has_head = any(self.role(name) == "head" for name in (*quantized, *kept))
             config = {**config, TIE: not has_head}  # mlx-lm's default is not that of transformers

@@ -94,9 +94,8 @@ The fields of ``mlx``:
   as in ``gguf``.
 - ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
   patterns of modules with 8 bits. ``uncast``: patterns of tensors that keep their dtype.
-- ``newer_keys``: the key of transformers 5 for a key of the config, "" for a key that must be there but can be null.
-  ``knows_rope_parameters``: true if mlx-lm reads the rotations of transformers 5. ``in_every_layer``: a part of the
-  names of tensors without which no layer can be.
+- ``newer_keys``: the key of transformers 5 for a key, "" for null. ``knows_rope_parameters``: true if mlx-lm reads the
+  rotations of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.
 
 Sources: mlx-lm ``models/*.py``: ``sanitize``, ``quant_predicate`` and ``cast_predicate``; llama.cpp, conversion/,
 src/llama-model.cpp, src/llama-vocab.cpp and src/models/.

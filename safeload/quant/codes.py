@@ -148,7 +148,11 @@ class Coded(NamedTuple):
     def grids(self) -> Grids:
         """Read the numbers beside the codes."""
         columns = zip(*map(_grids_of, self.matrices), strict=True)
-        return Grids(*(None if column[0] is None else np.stack(column) for column in columns))  # type: ignore[arg-type]
+        grids = Grids(*(None if column[0] is None else np.stack(column) for column in columns))  # type: ignore[arg-type]
+        for text, grid in (("scale", grids.scales), ("bias", grids.biases)):
+            if grid is not None and not np.isfinite(grid).all():
+                raise Immovable(f"it has a {text} that is no finite number")
+        return grids
 
 
 def _held(packed: Packed) -> Holds:
@@ -200,7 +204,7 @@ def _grids_of(matrix: Matrix) -> Grids:
     at = 0 if grid.shared else index
     count, half = grid.rows * grid.columns, 1 << kind.bits - 1
 
-    def numbers(role: str) -> Array | None:
+    def numbers(role: str) -> Any:  # an array, or None
         part = packed.parts.get(role)
         if part is None:
             return None
@@ -216,9 +220,7 @@ def _grids_of(matrix: Matrix) -> Grids:
         codes = codes + np.uint8(settled.added) & np.uint8((1 << kind.bits) - 1)
         zeros = (codes ^ np.uint8(half if kind.numbers in ("signed", "I8") else 0)).astype(np.int16)
     elif ZERO in packed.parts:
-        plain = numbers(ZERO)
-        assert plain is not None
-        plain = plain + np.float32(half if _INTEGERS.get(kind.numbers) else 0)
+        plain = numbers(ZERO) + np.float32(half if _INTEGERS.get(kind.numbers) else 0)
         if not ((plain == np.rint(plain)) & (plain >= 0) & (plain < 2 * half)).all():
             raise Immovable("its zero points are not codes")
         zeros = plain.astype(np.int16)
@@ -231,16 +233,7 @@ def _grids_of(matrix: Matrix) -> Grids:
         if shared.size not in (1, kind.matrices):
             raise Immovable("parts of its matrices have scales of their own")
         factors = shared[0 if shared.size == 1 else index]
-    scales = numbers(SCALE)
-    assert scales is not None
-    return _finite(Grids(scales, zeros, numbers(BIAS), factors)).mapped(lambda grid: _chosen(grid, matrix))
-
-
-def _finite(grids: Grids) -> Grids:
-    for text, grid in (("scale", grids.scales), ("bias", grids.biases)):
-        if grid is not None and not np.isfinite(grid).all():
-            raise Immovable(f"it has a {text} that is no finite number")
-    return grids
+    return Grids(numbers(SCALE), zeros, numbers(BIAS), factors).mapped(lambda grid: _chosen(grid, matrix))
 
 
 def _floats(raw: Array, row: dtypes.Dtype) -> Array:
@@ -281,7 +274,7 @@ def _grids_in_blocks(matrix: Matrix) -> Grids:
         for k in range(1 + (_BLOCKS[name].zero == BIAS))
     ]
     grids = [each.reshape(stored.shape[:2]) for each in columns]
-    return _finite(Grids(grids[0], None, grids[1] if len(grids) > 1 else None))
+    return Grids(grids[0], None, grids[1] if len(grids) > 1 else None)
 
 
 def blocks(scheme: str, coded: Coded, threads: int | None = None) -> Array:
@@ -329,8 +322,7 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
     kept = [code for code in (requested, *kept, *target.scales[: target.scales != _FLOATS]) if code in target.scales]
     zeros_stay = source.zero == target.zero or (source.zero, target.zero) == (MIDDLE, POINTS)
     stays = same and kept[0] == scale and zeros_stay and source.zero != BIAS and not (source.factor or target.factor)
-    fits = all(m.rows is None and (ZERO not in m.packed.parts or m.packed.packing.zeros) for m in coded.matrices)
-    if stays and fits:
+    if stays and all(m.rows is None and (ZERO not in m.packed.parts or m.packed.packing.zeros) for m in coded.matrices):
         return CodesPlan(scale)
     grids, read = _grids_for(coded, target), coded.grids()
     error = _factor_error(read, source, grids)
@@ -370,8 +362,9 @@ def _grids_for(coded: Coded, target: Holds) -> Grids:
         elif biases is None and zeros is None:
             zeros = np.full(scales.shape, half, np.int16)
         if _centres(source, target):
-            if zeros is not None:
-                _check_range(zeros, source, target)
+            outside = zeros is not None and (zeros > middle) | (zeros < (1 << source.bits) - middle)
+            if np.any(outside):  # a code could leave the range
+                raise Immovable(f"not all of its zero points are {half}")
             zeros = None if target.zero == MIDDLE else np.full(scales.shape, middle, np.int16)
         if target.zero == BIAS and zeros is not None:
             wide: Array = -1.0 * zeros.astype(np.float64) * scales
@@ -480,13 +473,6 @@ def _centres(source: Holds, target: Holds) -> bool:
     return target.zero == MIDDLE or (target.zero == BIAS and wider)
 
 
-def _check_range(zeros: Array, source: Holds, target: Holds) -> None:
-    """Refuse zero points with which a code could leave the range of a layout without zero points."""
-    middle, top = 1 << target.bits - 1, (1 << source.bits) - 1
-    if (zeros > middle).any() or (top - zeros + middle > 2 * middle - 1).any():
-        raise Immovable(f"not all of its zero points are {1 << source.bits - 1}")
-
-
 def _expanded(values: Array, coded: Coded, source: Holds, target: Holds) -> Array:
     """Repeat the elements of a grid for the blocks of a layout."""
     for axis, side, own, requested in zip((1, 2), coded.shape[-2:], source.block, target.block, strict=True):
@@ -544,9 +530,7 @@ def _factor_error(read: Grids, source: Holds, grids: Grids) -> float:
     """Return the largest relative change of scales whose factor becomes a divisor."""
     if read.factors is None or grids.factors is None:
         return 0.0
-    own, new = read.factors[:, None, None], grids.factors
-    before = read.scales / new[:, None, None]
-    if source.factor == packing.DIVIDED:
-        return _error(read.scales / own, before.astype(np.float64))
+    own, new = read.factors[:, None, None], grids.factors[:, None, None]
     shared = own / np.float32(2688) if source.factor == packing.MLX_GLOBAL else own
-    return _error(read.scales * shared, before.astype(np.float64))
+    exact = read.scales / own if source.factor == packing.DIVIDED else read.scales * shared
+    return _error(exact, (read.scales / new).astype(np.float64))
