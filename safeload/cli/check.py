@@ -30,6 +30,7 @@ from .parsers import (
     STATUS,
     THREADS,
     argument,
+    at_least,
     command,
     flag,
     one_of,
@@ -193,9 +194,7 @@ def _statistics(options: argparse.Namespace, path: str, executor: Any) -> common
     if options.sort == "name":
         rows.sort(key=lambda row: names.natural_key(row[0]))
     elif options.sort is not None:
-        values = ((name, getattr(statistics, options.sort)) for name, statistics in rows)
-        order = {name: math.inf if math.isnan(value) else -value for name, value in values}
-        rows.sort(key=lambda row: order[row[0]])
+        rows.sort(key=lambda row: (not math.isnan(x := getattr(row[1], options.sort)), x), reverse=True)  # NaN last
 
     def as_json() -> dict[str, Any]:
         tensors = []
@@ -219,14 +218,6 @@ def _statistics(options: argparse.Namespace, path: str, executor: Any) -> common
 _DIFF_ROWS = 40  # of each list on a terminal
 
 
-def _not_negative(text: str) -> float:
-    """Parse a number of at least 0, for argparse."""
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
-    return value
-
-
 @command(
     "List tensors that only one of two checkpoints has, and different shapes and dtypes. For each "
     "tensor in both, show the largest difference, the RMS difference, the relative change and the cosine; for each "
@@ -240,7 +231,7 @@ def _not_negative(text: str) -> float:
   safeload diff model.pth model.safetensors --tolerance 1e-3 && echo close""",
     path("a"),
     path("b"),
-    argument("--tolerance", "X", "ignore differences up to X, and different dtypes", type=_not_negative),
+    argument("--tolerance", "X", "ignore differences up to X, and different dtypes", type=at_least(0, float)),
     *selection(
         ("name", "max", "rms", "relative", "cosine", "unequal"),
         _DIFF_ROWS,

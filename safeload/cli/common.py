@@ -1,4 +1,4 @@
-"""What the commands share: options as keyword arguments, stdin and stdout, messages, the terminal, Dask."""
+"""Helpers of the commands: options as keyword arguments, stdin and stdout, messages, the terminal, Dask."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
                 raise ValueError(f"--storage-option {printable(key)}: {printable(name)} already has a value")
-        inner[last] = _parsed(value)
+        inner[last] = parsed(value)
     return nested
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
     """Parse a value as JSON if it is valid JSON, else return it as text."""
     import json  # imported here: few commands need it
 
@@ -208,7 +208,7 @@ def write_to_stdout(text: str) -> int:
 
 # ---- several models ----
 
-# What a command says of a model: the exit status, a line, the result as JSON, and a function that prints it whole.
+# Outcome of a command for a model: the exit status, a line, the result as JSON, and a function that prints it whole.
 Outcome: TypeAlias = tuple[int, str, Callable[[], dict[str, Any]], Callable[[], object]]
 # Examines a model, given its path and the executor of --dask.
 Examine: TypeAlias = Callable[[str, Any], Outcome]
@@ -329,6 +329,7 @@ _CODE = (
     (r"patterns are not expanded: pass safeload\.open a list such as \S+", "pass the matching files"),
     (r"; for a bucket pass safeload\.remote\.\S+ path\)", ""),
     (r"safeload\.load without dtype= returns them", "--stored shows them"),
+    (r"safeload\.open reads other formats too", "`safeload convert` makes a safetensors file from other formats"),
     (r"safeload\.load of the whole checkpoint .* with stored=True", "--stored shows the codes as stored"),
     (r'see safeload\.load_quantized, or pass quantize="(\S*)" to safeload\.convert', r"pass --quantize \1 to convert"),
     (r"safeload\.convert can merge", "`safeload convert` can merge"),

@@ -24,6 +24,7 @@ from .parsers import (
     JSON,
     JSON_LINES,
     OF_SEVERAL,
+    POSITIVE,
     RECURSIVE,
     STORAGE_OPTION,
     THREADS,
@@ -82,8 +83,8 @@ def edit(options: argparse.Namespace) -> int:
         print(f"{common.shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
         return 0
     with edit(options.path, force=options.force) as file:
-        dropped = [] if not options.drop else select([*file], options.drop, None)
-        left = [name for name in file if name not in frozenset(dropped)]
+        left = select([*file], None, options.drop)
+        dropped = {*file}.difference(left)
         new_names = _new_names(left, options.rename)
         for text in options.metadata:
             key, sign, value = text.partition("=")
@@ -109,17 +110,12 @@ def edit(options: argparse.Namespace) -> int:
 
 def _value(metadata: Mapping[str, Any], key: str, text: str) -> Any:
     """Parse a value like the old value of its key; new values are text."""
-    import json
-
     import numpy as np
 
     old = metadata.get(key)
     if old is None or isinstance(old, str):
         return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = text
+    value = common.parsed(text)
     kinds: dict[type[Any], Any] = {bool: bool, int: int, float: (int, float), list: list, np.ndarray: list}
     kind = next(kind for kind in kinds if isinstance(old, kind))
     if not isinstance(value, kinds[kind]) or (kind is not bool and isinstance(value, bool)):
@@ -332,7 +328,7 @@ model-signing. The password of an encrypted key comes from the environment varia
     argument("--certificate", "FILE", "the signer's certificate, in PEM, to put into the signature"),
     repeated("--chain", "FILE", "an intermediate certificate", default=[]),
     argument("-o --output", "FILE", "the signature; default: model.sig in the folder, or FILE.sig"),
-    argument("--shard-size", "BYTES", "sign ranges of this size instead of whole files", type=int),
+    argument("--shard-size", "BYTES", "sign ranges of this size instead of whole files", type=POSITIVE),
     flag("--symlinks", "sign the files that symbolic links lead to"),
     repeated("--ignore", "PATH", "leave out a file or folder", default=[]),
     flag("--overwrite", "replace the output even if it is not a signature"),
@@ -343,8 +339,6 @@ def sign(options: argparse.Namespace) -> int:
 
     common.refuse(options.path, "sign signs files")
     common.refuse(options.output, "--output needs a file")
-    if options.shard_size is not None and options.shard_size < 1:
-        raise ValueError(f"--shard-size must be at least 1, got {options.shard_size}")
     same = common.given(options, "key certificate chain output shard_size symlinks ignore overwrite")
     path = sign(options.path, password=os.environ.get(_PASSWORD), **same)
     print(f"signed: {printable(path)}", file=sys.stderr)

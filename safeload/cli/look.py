@@ -14,7 +14,7 @@ import numpy as np
 from ..core import arrays, dtypes, load, runtime, showing
 from ..core.text import plural, printable, show
 from . import common
-from .parsers import JSON, OPENING, PATHS, argument, command, flag, path, positive, selection
+from .parsers import JSON, OPENING, PATHS, POSITIVE, argument, command, flag, path, selection
 
 # The rows that a terminal shows at most of a listing.
 _ROWS = 100
@@ -50,7 +50,7 @@ several paths, a line for each path.""",
     PATHS,
     *selection(("name", "dtype", "shape", "parameters", "size"), _ROWS),
     flag("--tree", "show a tree of modules with the sums of their tensors"),
-    argument("--depth", "N", "show at most N levels of the tree", type=positive),
+    argument("--depth", "N", "show at most N levels of the tree", type=POSITIVE),
     flag("--memory", "show the size when loaded, as each dtype or scheme"),
     argument("--base", "BASE", "check if a LoRA adapter fits this model; exit status 1 if not"),
     *OPENING,
@@ -58,8 +58,7 @@ several paths, a line for each path.""",
 )
 def info(options: argparse.Namespace) -> int:
     """Print the contents of ``options.paths``."""
-    if options.depth is not None:
-        options.tree = True
+    options.tree |= options.depth is not None
     if len(options.paths) == 1:
         return _show(options.paths[0], options)
     status = 0
@@ -114,7 +113,7 @@ def _show(path: str, options: argparse.Namespace) -> int:
 
 
 def _print_object(head: dict[str, Any], key: str, items: Iterable[Any]) -> None:
-    """Print a JSON object whose last value is a list, with a line for each item."""
+    """Print a JSON object that ends with a list, with a line for each item."""
     sys.stdout.write(f'{json.dumps(head, indent=1)[:-2]},\n "{key}": [')
     separator, end = "", "]"
     for item in items:

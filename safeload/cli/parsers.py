@@ -95,12 +95,20 @@ def one_of(*arguments: Argument) -> Argument:
     return add
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Return a parser of numbers of at least ``least``, for argparse."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be >= {least}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names the type in its errors
+    return parse
+
+
+POSITIVE = at_least(1)
 
 
 def _adapter(text: str) -> tuple[str, float]:
@@ -146,7 +154,7 @@ STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option 
 ADAPTER = repeated(
     "--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight", type=_adapter, dest="adapters"
 )
-THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=positive)
+THREADS = argument("--threads", "N", "number of threads; default: chosen automatically", type=POSITIVE)
 CACHE = argument(
     "--cache",
     None,
@@ -178,7 +186,7 @@ def selection(keys: Sequence[str], rows: int, order: str = "the order of the fil
         argument(
             "--sort", "KEY", f"sort by {', '.join(keys)}; numbers in descending order; default: {order}", choices=keys
         ),
-        argument("--limit", "N", "show at most N rows", type=positive),
+        argument("--limit", "N", "show at most N rows", type=POSITIVE),
         flag("--all", f"list every tensor, even beyond {rows} rows on a terminal"),
     )
 

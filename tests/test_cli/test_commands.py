@@ -401,7 +401,9 @@ def test_the_words_of_a_tolerance_agree_with_the_exit_status(folder, capsys, cha
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan", "x"])
 def test_a_tolerance_is_a_number_of_at_least_0(folder, capsys, tolerance):
-    assert run(capsys, "diff", "good.safetensors", "good.safetensors", f"--tolerance={tolerance}")[0] == 2
+    status, _, err = run(capsys, "diff", "good.safetensors", "good.safetensors", f"--tolerance={tolerance}")
+    fault = "invalid float value: 'x'" if tolerance == "x" else f"must be >= 0, got {tolerance}"
+    assert (status, f"argument --tolerance: {fault};" in err) == (2, True)
 
 
 # ---- convert ----

@@ -603,10 +603,18 @@ def test_the_command_edits(path, gguf, capsys):
         (["--drop", "a", "--rename", "a", "x"], 2),
     ],
 )
-def test_wrong_arguments_change_nothing(arguments, status, path):
+def test_wrong_arguments_change_nothing(arguments, status, path, capsys):
     before = path.read_bytes()
     assert main(["edit", str(path), *arguments]) == status
     assert path.read_bytes() == before
+    error = capsys.readouterr().err
+    assert not arguments or any(name.strip("-") in error for name in arguments if name.startswith("--"))
+
+
+def test_another_format_is_sent_to_convert(tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.ones(2))
+    assert main(["edit", str(tmp_path / "x.npy"), "--metadata", "a=b"]) == 1
+    assert "`safeload convert` makes a safetensors file from other formats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shards", [1, 3])
