@@ -19,7 +19,7 @@ from . import common
 from .common import FAILURES, STANDARD
 from .parsers import COMMANDS, command_parser, top_parser
 
-# Commands for words that people try.
+# Commands and options for words that people try.
 _INSTEAD = {
     word: use
     for use, words in {
@@ -39,6 +39,12 @@ _INSTEAD = {
         "info PATH --tree": "tree",
         "report PATH": "html",
         "verify PATH --write FILE": "manifest",
+        "--adapter": "--lora --merge",
+        "--drop": "--exclude --skip",
+        "--dtype": "--outtype --torch-dtype --type",
+        "--only": "--filter --include --select",
+        "--quantize": "--bits --quant --scheme",
+        "--tolerance": "--atol --rtol",
     }.items()
     for word in words.split()
 }
@@ -75,14 +81,15 @@ def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpa
     options, extra = parse(arguments)
     if extra:
         options_of = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
-        near = _near(extra[0].partition("=")[0], options_of)
+        near = _near(_INSTEAD.get(word := extra[0].partition("=")[0], word), options_of)
         parser.error(f"unrecognized arguments: {printable(' '.join(extra))}{near}")
     return options
 
 
 def _near(word: str, names: Sequence[str]) -> str:
-    close = similar(word, names)
-    return f", did you mean {close[0]!r}?" if close else ""
+    bare = {name.lstrip("-"): name for name in names}  # dashes make all options alike
+    close = similar(word.lstrip("-"), [*bare])
+    return f", did you mean {bare[close[0]]!r}?" if close else ""
 
 
 _INTERRUPTED = 130  # the exit status of a shell for SIGINT

@@ -374,6 +374,13 @@ def test_a_mistyped_option_is_one_line(capsys):
     assert line.endswith(f"unrecognized arguments: --sotr, did you mean '--sort'?{end}")
     # An abbreviation could become ambiguous with the next new option.
     assert wrong(capsys, "stats", "x", "--sor")[0].endswith(f"--sor, did you mean '--sort'?{end}")
+    # Dashes do not count as common letters, and options of other programs have a counterpart.
+    assert wrong(capsys, "convert", "x", "y", "--outfile")[0].endswith(
+        "unrecognized arguments: --outfile; see safeload convert --help"
+    )
+    for theirs, ours in {"--lora": "--adapter", "--outtype": "--dtype", "--max_shard_size": "--max-shard-size"}.items():
+        assert f"{theirs}, did you mean {ours!r}?" in wrong(capsys, "convert", "x", "y", theirs)[0]
+    assert "did you mean" not in wrong(capsys, "info", "x", "--lora")[0]
     assert wrong(capsys, "--verb", "info", "x")[0].startswith("safeload: error: ")
     end = "; see safeload get --help"
     assert wrong(capsys, "get", "x", "y", "z\x1b") == [rf"safeload get: error: unrecognized arguments: z\x1b{end}"]
