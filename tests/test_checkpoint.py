@@ -102,6 +102,11 @@ def write_index(folder, weight_map=None, **more):
 # ---- a mapping ----
 
 
+def test_a_checkpoint_is_not_made_of_a_path():
+    with pytest.raises(TypeError, match=r"safeload\.open\(path\)"):
+        safeload.Checkpoint("model.safetensors")
+
+
 def test_a_checkpoint_is_a_mapping(path):
     with safeload.open(path) as checkpoint:
         assert isinstance(checkpoint, Mapping)

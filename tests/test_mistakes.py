@@ -419,6 +419,7 @@ def test_schemes_are_taken_in_any_case(scheme, here, capsys):
 WRITTEN = "int8, q4_0, q8_0, q4_1, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, nvfp4, tq1_0, tq2_0"
 SCHEMES = {
     "Q4_K_M": ["scheme 'Q4_K_M' is a llama.cpp mixture: use 'q4_k' for all matrices, or "],
+    "q4km": ["unknown scheme 'q4km': did you mean 'q4_k_m', "],
     "IQ3_M": ["unknown scheme 'IQ3_M'"],
     "iq2_xs": [f"IQ2_XS can only be read; writable schemes are {WRITTEN}"],
     "int4": ["unknown scheme 'int4': did you mean 'w4a16', 'q4_0', 'q4_k', 'mlx4' or 'bnb_nf4'?"],
@@ -464,6 +465,8 @@ def test_a_pattern_among_names(here):
                     text,
                     f"File does not contain tensor {names[-1]}: names are exact; only= of safeload.load takes patterns",
                 )
+    text = message(lambda: safeload.load("model.safetensors", "model.norm"), TypeError)
+    assert_says(text, "got a single str: pass a list, such as [name]")
     text = message(lambda: load_file("model.safetensors", names=["model.[norm"]), safeload.TensorNotFoundError)
     assert_says(text, "similar names: model.norm", "not: patterns")
 

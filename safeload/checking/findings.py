@@ -120,7 +120,7 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "gguf.unchecked:layers": "key {key} has a value per layer: names and shapes were not checked",
         "gguf.unchecked:no key": "no key {key}: llama.cpp does not load this file, so its rules were not checked",
         "head.unchecked": "architecture {architecture}: {heads} not checked",
-        "index.fetch": "{problem}; {advice}; names and shapes of the rest were not checked",
+        "index.fetch": "{problem}; {advice}; names and shapes in missing and damaged shards were not checked",
         "quantization.unchecked": "{label}: {checks} of quantized weights were not checked ({tensors})",
         "quantization.zero:format": "zero points have another format than the configuration says; safeload "
         "recognized it",

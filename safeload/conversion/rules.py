@@ -274,7 +274,7 @@ class Rules:
 
 
 class FileTypeRules(Rules):
-    """The types that llama-quantize chooses for a file type, except for tensors whose names match a pattern."""
+    """The types that llama-quantize chooses for a file type, except for tensors with names that match a pattern."""
 
     _types: Mapping[str, mixtures.TensorType]
 
@@ -473,8 +473,8 @@ class EngineRules:
         model_type = None if config is None else config.get("model_type")
         for_mlx = self.engine.stacks_experts
         self._mlx = mlx_form(config) if for_mlx else None
-        known = schema is not None and model_type in engine_model_types()
-        supported = self._mlx is not None if for_mlx else known
+        supported = self._mlx is not None if for_mlx else schema is not None and model_type in engine_model_types()
+        changed = for_mlx and changed_by_mlx(config) and not is_of_mlx(catalog)
         self.rule = ""  # which weights are quantized if no family says so
         if not supported and not chosen and isinstance(model_type, str) and not for_mlx:
             self.rule = "every matrix but norms, embeddings, head, routers"
@@ -485,8 +485,8 @@ class EngineRules:
             if model_type is None:
                 fault = "needs a config.json with a model_type: pass the folder that has it, or "
             advice = "choose the tensors to convert with only=, and pass ignore= for those to leave unquantized"
-            raise UnsupportedError(f"{preset.name} {fault}{advice}")
-        if chosen and for_mlx and changed_by_mlx(config) and not is_of_mlx(catalog):
+            raise UnsupportedError(f"{preset.name} {fault}{not_as_in_mlx(model_type) if changed else advice}")
+        if chosen and changed:
             raise UnsupportedError(f"{self.preset.name}: {not_as_in_mlx(model_type)}")
         self._prefix = "" if self._mlx is None else self._mlx.types[str(model_type)]
         self.schema = schema if supported or self.rule else None

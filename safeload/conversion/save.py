@@ -134,7 +134,7 @@ def _items(tensors: Any) -> Iterable[tuple[Any, Any]]:
 
 def _pair(item: Any) -> tuple[Any, Any]:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise TypeError(f"an iterable of tensors must give (name, array), got {show(type(item).__name__)}")
+        raise TypeError(f"tensors must be a dict, or give (name, array), got {show(type(item).__name__)}")
     return item[0], item[1]
 
 
@@ -413,7 +413,7 @@ class Writer:
         return spool
 
     def _complete_shard(self, spool: _Spool, sink: Sink, *, last: bool = False) -> list[str]:
-        """Complete a shard, and put all shards whose names are now known in the folder; return these names."""
+        """Complete a shard, and put all shards with known names in the folder; return these names."""
         spool.complete(self._metadata)
         spool.file.seal()
         self._shards.append(spool)

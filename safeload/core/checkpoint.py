@@ -257,6 +257,8 @@ class Checkpoint(Mapping[str, TensorLike]):
     ignored: Mapping[str, StoredPart]  # internal
 
     def __init__(self, opened: Opened) -> None:
+        if not isinstance(opened, Opened):
+            raise TypeError("a checkpoint is opened with safeload.open(path)")
         self.path, self.format, files, where, metadata, self.config, self._index, self._notes, self._recipe, _ = opened
         stored = self._recipe is not None and self._recipe.stored
         if self.format == SAFETENSORS and not stored:
@@ -293,8 +295,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             raise hidden(name, self._hidden[name], self.path)
         if self._where is None:
             return self.weight_files[0], self.weight_files[0].table.index(name)
-        place = self._where.get(name)
-        if place is None:
+        if (place := self._where.get(name)) is None:
             raise missing(name, list(self._where))
         return place
 

@@ -253,8 +253,7 @@ _PRESETS |= {f"{name}-channel" for name in _GROUPED}
 
 def scheme_row(scheme: str) -> Dtype:
     """Return the dtype of a scheme's stored data; the scheme may be read-only."""
-    row = _ROWS.get(scheme)
-    if row is None:
+    if (row := _ROWS.get(scheme)) is None:
         raise ValueError(f"unknown scheme {show(scheme)}, expected one of {', '.join(_ROWS)}")
     return row
 
@@ -273,8 +272,7 @@ def parse_scheme(scheme: object) -> str:
             "with a scheme for each name pattern. Mixtures need a whole model that becomes a .gguf file: a GGUF file, "
             "or a folder with its config.json"
         )
-    row = _ROWS.get(name) or _ROWS.get(of_mixture)
-    if row is not None:
+    if (row := _ROWS.get(name) or _ROWS.get(of_mixture)) is not None:
         read_only = f"scheme {show(scheme)}: {row.code} can only be read; writable schemes are {writable}"
         engines = [near for near in ENGINE_FORMATS if name in near]
         raise ValueError(f"{read_only}; for a whole model {' and '.join(engines)}" if engines else read_only)
@@ -310,7 +308,8 @@ _FP8 = re.compile(r"(?:torch\.)?(?:float|fp|f)8.*|e4m3.*|e5m2.*", re.ASCII)
 def near_schemes(text: str) -> list[str]:
     """Return the five scheme and engine format names nearest to a text in lower case."""
     meant = _MEANT.get("fp8" if _FP8.fullmatch(text) else text)
-    return nearest_five(text, (*SCHEMES, *ENGINE_FORMATS)) if meant is None else [*meant]
+    mixtures = (f"q{bits}_k_{size}" for bits in "345" for size in "ms")
+    return nearest_five(text, (*SCHEMES, *mixtures, *ENGINE_FORMATS)) if meant is None else [*meant]
 
 
 def advice_for(dtype: object) -> str | None:

@@ -399,7 +399,7 @@ class Scale(NamedTuple):
 def distinct(names: Iterable[str]) -> Iterable[str]:
     """Return exact names without duplicates; TypeError for a single str, whose characters would count as names."""
     if isinstance(names, str):
-        raise TypeError("names must be an iterable of names, got a single str")
+        raise TypeError("names must be an iterable of names, got a single str: pass a list, such as [name]")
     if not isinstance(names, Iterable):
         raise TypeError(f"names must be an iterable of names, got {type(names).__name__}")
     return names if isinstance(names, dict) else dict.fromkeys(names)

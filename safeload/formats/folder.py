@@ -278,7 +278,7 @@ def parse_index(index: Mapping[str, Any], path: str, files: Files) -> tuple[dict
     if not isinstance(weight_map, dict) or (keras and not weight_map):
         message = f"weight_map must be an object{' with shards' * keras}, got {type(weight_map).__name__}"
         known = keras or "weight_map" in index
-        raise FormatError(message if known else _not_an_index(path, index, files) or message, shown)
+        raise FormatError(message if known else _not_an_index(path, index, files), shown)
     if metadata is not None and not isinstance(metadata, dict):
         if not keras:
             raise FormatError(f"metadata must be an object, got {type(metadata).__name__}", shown)
@@ -337,7 +337,7 @@ class _Folder(NamedTuple):
         return self.files.shown(self.path)
 
     def unsupported(self, text: str) -> UnsupportedError:
-        """Return the error for a folder whose files safeload does not choose among, or does not read."""
+        """Return the error for a folder with several possible models, or with none that safeload reads."""
         return error_about(UnsupportedError, text, path=self.shown)
 
     def ending(self, *suffixes: str) -> list[str]:
@@ -708,12 +708,12 @@ def _no_weights(folder: _Folder, tried: Sequence[str]) -> str:
     return f"{text}. Subfolders with weights: {listed(inner)}; open one of them" if inner else text
 
 
-def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str | None:
-    """Return the message for a JSON file that is not an index; None if its name and keys do not tell its kind."""
+def _not_an_index(path: str, content: Mapping[str, Any], files: Files) -> str:
+    """Return the message for a JSON file that is not an index; its name and keys may tell its kind."""
     folder, base = files.split(path)
     kind = next((kind for mark, keys, kind in _JSON if base == mark or keys & content.keys()), None)
     if kind is None:
-        return None
+        return "an index of shards must have a weight_map, and this JSON object has none"
     weights = any(is_weight_file(name) for name, _ in _listing(folder, files))
     advice = "open its folder" if weights else "no weights beside it"
     return f"this is {kind}, not an index: {advice}"

@@ -64,7 +64,7 @@ def test_a_wrong_total_size_is_no_refusal(folder, total):
         ('{"x": ' + "9" * 10_000 + "}", "is not JSON"),
         ("[]", "must be a JSON object, got list"),
         ("7", "must be a JSON object, got int"),
-        ("{}", "weight_map must be an object, got NoneType"),
+        ("{}", "an index of shards must have a weight_map, and this JSON object has none"),
         ('{"weight_map": []}', "weight_map must be an object, got list"),
         ('{"weight_map": null}', "weight_map must be an object, got NoneType"),
         ('{"weight_map": "one.safetensors"}', "weight_map must be an object, got str"),

@@ -236,7 +236,7 @@ fault("no entry for a storage", "tensor 'b': the archive has no entry for storag
 fault("byteorder of neither kind", "byteorder is b'midway'", zip_archive({**ENTRIES, "byteorder": b"midway"}))
 fault("byteorder of a novel", "byteorder has 7 bytes", zip_archive({**ENTRIES, "byteorder": b"little\n"}))
 fault("empty byteorder", "byteorder is b''", zip_archive({**ENTRIES, "byteorder": b""}))
-fault("no pickle", "a zip archive without a pickle", zip_archive(without("data.pkl")), UnsupportedError)
+fault("no pickle", "if these are weight files, unpack the archive", zip_archive(without("data.pkl")), UnsupportedError)
 fault(
     "two pickles at depth one",
     "2 pickles that could be the checkpoint: 'archive/data.pkl', 'other/data.pkl'",

@@ -160,7 +160,10 @@ def test_parameters_that_are_no_weights_of_modules_stay_in_known_families_too(tm
 
 def test_mlx_needs_a_family(tmp_path, capsys):
     source = write(tmp_path / "source", weights())
-    with pytest.raises(UnsupportedError, match="does not support model_type 'qwen9'"):
-        safeload.convert(source, tmp_path / "out", quantize="mlx4")
+    for only in (None, "*"):  # no selection helps, so no message advises one
+        with pytest.raises(UnsupportedError, match="mlx-lm does not store 'qwen9' as transformers does") as caught:
+            safeload.convert(source, tmp_path / "out", quantize="mlx4", only=only)
+        assert "only=" not in str(caught.value)
+        assert ("does not support model_type 'qwen9'" in str(caught.value)) == (only is None)
     assert main(["convert", str(source), str(tmp_path / "out"), "--quantize", "fp8_dynamic"]) == 0
     assert RULE in capsys.readouterr().out

@@ -156,7 +156,7 @@ def _find_pickle(archive: Archive, path: str) -> tuple[str, str]:
     if pickles:
         raise FormatError(f"the zip archive has {len(pickles)} pickles that could be the checkpoint: {shown}", path)
     text = f"this is a zip archive without a pickle, so not a torch checkpoint; it holds {shown}"
-    raise error_about(UnsupportedError, text, path=path)
+    raise error_about(UnsupportedError, f"{text}; if these are weight files, unpack the archive", path=path)
 
 
 def _locator(
