@@ -329,6 +329,13 @@ def test_the_readme_of_a_folder_names_the_folders_that_are_imported(readme):
     assert {name for name in found if (PACKAGE / name).is_dir()} - {folder.name} <= allowed
 
 
+def test_a_name_beside_its_file_is_in_that_file():
+    for page in (ROOT / "CONTRIBUTING.md", *PACKAGE.glob("*/README.md")):
+        for name, file in re.findall(r"`(\w+)`\s\(`([\w/]+\.py)`\)", page.read_text("utf-8")):
+            path = next(path for folder in (page.parent, ROOT, PACKAGE) if (path := folder / file).is_file())
+            assert re.search(rf"\b{name}\b", path.read_text("utf-8")), f"{page}: {name} is not in {file}"
+
+
 def test_only_the_catalog_tells_a_checkpoint_from_a_dict():
     asks = re.compile(r"isinstance\([^)]*\bCheckpoint\b")
     found = {module_name(path) for path in PYTHON_FILES if asks.search(path.read_text(encoding="utf-8"))}
