@@ -551,7 +551,7 @@ class Base:
             self._check_vocabulary()
 
     def _is_task_head(self, adapter: Adapter, module: str) -> bool:
-        """Return whether an adapter brings a trained module whose outermost module the base lacks."""
+        """Return whether an adapter brings a trained module below an outermost module that the base lacks."""
         outer = module.partition(".")[0] + "."
         known = any(name.startswith(outer) for name in (*self.names, *self._heads))
         return adapter.is_copy(module) and not known

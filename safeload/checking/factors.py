@@ -28,7 +28,7 @@ _OF_ATTENTION = ".post_attention_layernorm."
 
 
 class Factors(NamedTuple):
-    """What the rows and columns of a tensor are multiplied by; a vector has columns alone."""
+    """Factors of the columns and rows of a tensor; a vector has columns alone."""
 
     columns: Array
     rows: Array | None = None
@@ -60,13 +60,13 @@ def factors_of(a: Array, b: Array, explains: Callable[[Array], bool]) -> Factors
 
 
 def undone(found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the tensors whose factors are undone by a tensor of their layer, given the shapes of all tensors."""
+    """Find tensors with factors that another tensor of the layer undoes, given the shapes of all tensors."""
     layers = grouped(shapes, layer_of)
     return {name for layer in {*map(layer_of, found)} - {""} for name in _undone(layers[layer], found, shapes)}
 
 
 def _undone(names: Collection[str], found: Mapping[str, Factors], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the tensors of a layer whose factors another of its tensors undoes."""
+    """Find the tensors of a layer with factors that another of its tensors undoes."""
     vectors, matrices = ([name for name in names if len(shapes[name]) == axes] for axes in (1, 2))
     sandwich = any(".post_feedforward_layernorm." in name for name in vectors)
     read_norms = [name for name in vectors if not _OF_WRITTEN.search(name) and not (sandwich and _OF_ATTENTION in name)]

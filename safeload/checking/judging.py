@@ -34,7 +34,7 @@ EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected", "calibrated", "damaged",
 
 
 class Judgement(NamedTuple):
-    """What a format says about the difference of a tensor."""
+    """A format's verdict on the difference of a tensor."""
 
     kind: str  # "as expected", "calibrated", "damaged", or "changed" if no format explains a difference
     format: str  # of the side with fewer bits; "" for "changed"

@@ -1,7 +1,7 @@
 """Put safeload in the place of safetensors, in this program and in the Python programs that it starts.
 
-An import asks the finders on `sys.meta_path` in turn. `Finder` answers for safetensors before all others, so nothing is
-imported before a program asks for it.
+An import asks the finders on `sys.meta_path` in turn. `Finder` answers for safetensors before every other finder, so
+nothing is imported before a program asks for it.
 """
 
 from __future__ import annotations

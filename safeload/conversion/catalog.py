@@ -686,7 +686,7 @@ class RestructuredCatalog(Catalog):
         return list(dict.fromkeys(self.recipes[name].sources)) if name in self.recipes else []
 
     def matching(self, pattern: str) -> list[str]:
-        """Return a pattern of names, or the names whose sources match it if no name matches."""
+        """Return a pattern of names, or if no name matches, the names of the tensors with matching sources."""
         if any(fnmatchcase(name, pattern) for name in self):
             return [pattern]
         names = [name for name in self if any(fnmatchcase(source, pattern) for source in self.sources_of(name))]

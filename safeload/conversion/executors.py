@@ -148,7 +148,7 @@ def _quietly(call: Callable[[], Any]) -> Any:
         return True
 
 
-# ---- what other processes can read ----
+# ---- tensors that other processes can read ----
 
 
 def check_paths(catalog: Catalog, argument: str) -> None:

@@ -120,7 +120,7 @@ class LaidOut(NamedTuple):
 
 
 def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
-    """Return the tensors of a model as a form has them, and what becomes of the others."""
+    """Lay out the tensors of a model in a form, and list the tensors that the form leaves out or does not place."""
     stored_by_name, left_out = _own_names(catalog, config, form)
     if isinstance(form, MmprojForm):
         recipes, _, _, unplaced = _placed(catalog, config, form, stored_by_name)

@@ -51,7 +51,7 @@ _BYTES = dtypes.BY_CODE["U8"]
 AS_STORED = -1
 # The fate of the codes of a source, if they are not rounded again.
 COPIED, MOVED = "copied", "moved"
-_SMALL = 64 << 10  # bytes of a tensor that is quantized together with others
+_SMALL = 64 << 10  # bytes of the largest tensor that is quantized in a group
 # A group of small tensors fits into the caches, and is large enough that a tensor takes little time beside its bytes.
 _GROUP_TENSORS, _GROUP_BYTES = 256, 1 << 20
 _KEPT_BYTES = 16 << 20  # of scales that are kept until they are written
@@ -554,7 +554,7 @@ class Maker:
     # ---- small tensors ----
 
     def _is_small(self, source: str, tensor: TensorDescription) -> bool:
-        """Return True if a tensor is quantized together with others: it is small, plain, and in a local file."""
+        """Return True if a tensor can be quantized in a group: it is small, plain, and in a local file."""
         if tensor.nbytes > _SMALL or not tensor.floating or tensor.scheme is not None:
             return False
         file = self._catalog.place(source).file if not self._catalog.makes else None

@@ -152,7 +152,7 @@ def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> Q
         text = f"the original has shape {list(original.shape)}, but the quantized tensor has shape {list(shape)}"
         raise ValueError(subject(name) + text)
     matrix = original if len(shape) > 1 else original.reshape(1, -1)
-    # Packed tensors are dequantized as a whole, others in blocks of rows.
+    # Packed tensors are dequantized whole, plain tensors in blocks of rows.
     whole = len(shape) < 2 or quantized.packing is not None
     values = quantized.dequantize(np.float32).reshape(matrix.shape) if whole else None
     largest, squares, signal = 0.0, 0.0, 0.0

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # File names with these characters can lead out of the folder of a plan.
 _NOT_BARE = frozenset("/\\:\0")
-# Fields that a piece gets from its plan; its id is a hash of all others.
+# Fields that a piece gets from its plan; its id is a hash of the remaining fields.
 _OF_PLAN = {"id", "plan", "call", "folder", "file", "storage_options"}
 # Fields of the result of a piece that complete its plan.
 _RESULT: dict[str, Any] = {
@@ -359,7 +359,7 @@ def _check_bare(name: Any) -> None:
 
 
 def _check_piece(piece: Any, prefix: str = INVALID_PIECE) -> None:
-    """Refuse a piece that is not what the plan had."""
+    """Refuse a piece that is not a valid piece of a plan."""
     executors.check_version(piece, prefix)
     _check_bare(piece.get("file"))
     executors.check_path(piece["folder"] if isinstance(piece.get("folder"), str) else "\0")

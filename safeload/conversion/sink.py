@@ -179,7 +179,7 @@ class Sink:
 
     @contextmanager
     def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
-        """Yield for a block of `file` and `commit`, whose error takes back what they did."""
+        """Yield for a block of `file` and `commit`; an error in the block undoes both."""
         # With `overwrite`, shards, records, index and model.safetensors of the old checkpoint go. Foreign files stay.
         existed = os.path.isdir(self.location.path)
         self._overwrite, self._config = overwrite, config
@@ -202,7 +202,7 @@ class Sink:
         self._files[name] = file
 
     def _replaces(self, name: str) -> bool:
-        """Return False for a shard, whose name is free."""
+        """Return False for a shard, because its name is free."""
         return self._overwrite and NUMBERED.fullmatch(name) is None
 
     @contextmanager
@@ -641,7 +641,7 @@ def _is_same(source: Location, copy: Location) -> bool:
 
 
 def remove_killed(sink: Sink) -> None:
-    """Remove what killed calls left of a model: their temporary files, and shards that only their indexes name."""
+    """Remove leftovers of killed calls from a model: their temporary files, and shards that only their indexes name."""
     names = sink.names()
     hidden = {entry: name for entry in names if (name := hidden_name(entry)) is not None}
     kept = {shard for name in names - hidden.keys() if _is_index(name) for shard in indexed_names(sink, name)}

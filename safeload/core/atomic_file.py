@@ -52,7 +52,7 @@ class AtomicFile:
 
     identity: Identity | None = None  # of the complete file, after `seal`
     temporary: str | None = None  # path of the file until it is in place; None for devices and pipes
-    in_order = False  # True for devices and pipes, whose bytes are written in order
+    in_order = False  # True for devices and pipes, which are written in order
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ class Unpacked:
 
 # ---- pages in the system's cache ----
 
-# True while files are opened and created whose pages are dropped.
+# True while files with dropped pages are opened and created.
 _dropping = ContextVar("dropping", default=False)
 # The ``sl_pages`` of a new file, of which no page stays.
 _NO_PAGES = ffi.new("sl_pages *")
@@ -452,7 +452,7 @@ class LocalStore:
 
     @property
     def network(self) -> str | None:
-        """The name of the network file system, or of the file system in a process; None for others."""
+        """The name of the network file system, or of the file system in a process; None for a local disk."""
         return NETWORKS.get(self.use(short.sl_file_system))
 
     def read_into(self, offset: int, memory: Memory) -> None:

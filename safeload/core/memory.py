@@ -1,4 +1,4 @@
-"""What a load takes of a machine: memory for tensors, threads, and how it reads."""
+"""The resources of a load: memory for tensors, threads, and the way it reads."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Signature:
 
     @property
     def proof(self) -> str:
-        """What a match proves."""
+        """The proof that a match gives: who signed the files, or integrity only."""
         files = ", ".join(os.fspath(path) for path in self._proofs)
         if self.key is not None:
             return f"signed with the key of {files}"

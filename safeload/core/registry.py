@@ -703,7 +703,7 @@ class Opened(NamedTuple):
 
 
 def opened_file(format: str, content: Content) -> Opened:
-    """Return what a reader has opened."""
+    """Return an `Opened` with the content of a file."""
     file, beside, names, notes = content
     files = [file, *beside]
     where = joined_places(files, names) if beside else None

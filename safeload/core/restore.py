@@ -292,7 +292,7 @@ _FINITE = {
     "F8_E8M0": (0xFF, 2.0**127),
 }
 
-# Elements whose bits are checked at a time: they stay in the cache, and need no new pages.
+# Elements checked at a time: their bits stay in the cache, and need no new pages.
 _CHECKED = 1 << 15
 
 # Groups of rows: the core keeps the scales of all groups for 64 columns at a time.

@@ -57,7 +57,7 @@ class WeightFile:
 
     @property
     def local(self) -> LocalStore:
-        """The store, whose file handle jobs and parsers use."""
+        """The store; jobs and parsers use its file handle."""
         if not isinstance(self.store, LocalStore):
             raise UnsupportedError(f"{self.path} must be a local file", path=self.path)
         return self.store

@@ -1,4 +1,4 @@
-"""The journal beside a file whose header is being edited in place, and its lock."""
+"""The journal beside a file during an edit of its header in place, and its lock."""
 
 from __future__ import annotations
 

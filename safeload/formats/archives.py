@@ -129,7 +129,7 @@ def _headers(file: WeightFile) -> Iterator[tuple[int, str, bytes, int]]:
         if not block.strip(b"\0"):
             if pax or long_name is not None:
                 raise fault("the tar archive ends after the description of a member", offset=at)
-            left = file.size - at  # such as another archive, which some readers see and others do not
+            left = file.size - at  # such as another archive, which only some readers see
             if left > MAX_END:
                 raise fault(f"{left:,} bytes follow the end of the tar archive, the limit is {MAX_END:,}", offset=at)
             if left < 2 * _BLOCK:
@@ -262,7 +262,7 @@ def _models(file: WeightFile) -> Iterator[tuple[str, tuple[int, int]]]:
 
 # ---- the weights in an archive ----
 
-# Suffixes of files that are read with others, or that describe them.
+# Suffixes of files that are parts or descriptions of a checkpoint.
 _READ_WITH_OTHERS = (".distcp", ".json")
 
 

@@ -123,11 +123,7 @@ class BoxedTensor:
 def checked(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, zeros: bool = False
 ) -> BoxedTensor:
-    """Return a tensor whose boxes cover it without overlap; replicas and empty boxes are dropped.
-
-    Args:
-        zeros: elements in no box are zeros.
-    """
+    """Return a tensor of boxes that cover it without overlap, but for ``zeros``; replicas and empty boxes are dropped."""
     error = partial(error_about, path=path, tensor=name)
     if len(shape) > MAX_RANK:
         raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
@@ -370,7 +366,7 @@ def in_one_box(row: dtypes.Dtype, shape: tuple[int, ...], stored: Stored) -> Box
 
 
 def in_pieces(row: dtypes.Dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Stored, int]]) -> BoxedListing:
-    """Return a tensor whose elements are divided into consecutive pieces, given with their number of elements."""
+    """Return a tensor of consecutive pieces, given with their numbers of elements."""
     boxes: list[Box] = []
     at = 0
     for stored, count in pieces:
@@ -435,7 +431,7 @@ class DataFolder(ExitStack):
         return [name for name, is_folder in self.files.listing(self.path) if not is_folder]
 
     def join(self, name: str) -> str:
-        """Return the path of a file, whose parts are separated by slashes."""
+        """Return the path of a file, with its parts separated by slashes."""
         return reduce(self.files.join, name.split("/"), self.path)
 
     def path_of(self, name: str) -> str:

@@ -352,7 +352,7 @@ class Structure:
         return dtypes.BY_CODE[code], number.get_size() > 1 and number.get_order() == h5t.ORDER_BE
 
     def _code(self, kind: Any) -> str | None:
-        """Return the code of a type whose values are exactly those of a dtype."""
+        """Return the code of the type with exactly the values of a dtype."""
         h5t = self._h5py.h5t
         size = kind.get_size()
         if isinstance(kind, h5t.TypeFloatID):

@@ -140,7 +140,7 @@ def file_types() -> Mapping[str, FileType]:
 def _type_in(
     cells: Iterable[Mapping[str, Any]], base: str, place: tuple[int, int], sizes: ModelSizes, imatrix: bool
 ) -> str:
-    """Return the type in the first cell whose conditions hold at a place: a number, and the total."""
+    """Return the type in the first cell that applies at a place: a number, and the total."""
     number, total = place
     eighth = total // 8
     for cell in cells:

@@ -482,7 +482,7 @@ class OnnxModel(ByteReader):
         return file, Listing(tensor.name, row, shape, begin, end)
 
     def _of_numbers(self, tensor: TensorProto, type_: ElementType, count: int) -> Listing | BoxedListing:
-        """Return a tensor whose elements are in the field of its type."""
+        """Return a tensor with its elements in the field of its type."""
         file, row, shape = self.file, dtypes.BY_CODE[type_.code], tensor.dims
         fault = partial(self.fault, position=tensor.at, tensor=tensor.name)
         if tensor.numbers.keys() - {type_.field}:

@@ -385,7 +385,7 @@ class ZarrArray:
         self.fields, self.path, self.name = fields, path, name
         if fields.get("zarr_format") != version:
             raise self._error(f"zarr_format must be {version}, got {show(fields.get('zarr_format'))}")
-        for key, value in fields.items():  # others may change the meaning of the array
+        for key, value in fields.items():  # an unknown field may change the meaning of the array
             optional = type(value) is dict and value.get("must_understand") is False
             if key not in (_V2_FIELDS if version == 2 else _V3_FIELDS) and not optional:
                 raise self._unsupported(f"the field {show(key)}, which safeload does not know")

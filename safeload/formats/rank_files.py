@@ -67,7 +67,7 @@ _KNOWN_FSDP = re.compile(
 _KNOWN_ZERO = re.compile(r"deepspeed\.[\w.]+")
 # Levels of dicts in a state dict.
 MAX_DEPTH = 64
-# Values that a pickle of any size can have; others take a byte at least.
+# Values that a pickle of any size can have; every further value takes at least a byte.
 VALUES_FREE = 10_000
 
 

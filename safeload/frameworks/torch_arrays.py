@@ -461,7 +461,7 @@ def _storage(state_dict: Mapping[str, Any], group: Iterable[str]) -> Any:
 
 
 def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
-    """Return the names of a group whose tensors cover the memory of the whole group."""
+    """Return the names of tensors in a group that cover the memory of the whole group."""
     areas = {name: (int(state_dict[name].data_ptr()), end_ptr(state_dict[name])) for name in group}
     begin, end = min(start for start, _ in areas.values()), max(stop for _, stop in areas.values())
     return {

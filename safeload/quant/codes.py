@@ -40,7 +40,7 @@ class Immovable(Exception):  # noqa: N818 - an answer, not a failure
 
 
 class Holds(NamedTuple):
-    """What a layout stores."""
+    """The contents of a layout."""
 
     numbers: str  # `INTEGER`, `E2M1` or `E4M3`
     bits: int  # per code
@@ -415,7 +415,7 @@ def _job(packed: Packed, owner: Any, number: int, place: Array, codes: jobs.Code
 
 
 def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> tuple[Packed, Any]:
-    """Return a packed tensor whose values are the codes of a layout, and the owner of its parts in memory."""
+    """Return a packed tensor with the codes of a layout as values, and the owner of its parts in memory."""
     (kind, parts), middle = matrix.packed, 1 << target.bits - 1
     stored = np.arange(1 << source.bits)  # and their new codes
     if source.numbers != target.numbers:

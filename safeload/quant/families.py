@@ -111,7 +111,7 @@ IS_HEAD, IS_EXPERT = "is the head", "is an expert"
 
 
 class Engine(NamedTuple):
-    """What loads a folder."""
+    """The program that loads a folder."""
 
     title: str  # for messages
     stacks_experts: bool = False  # True to load the experts of a layer as a single tensor

@@ -21,7 +21,7 @@ from ..core.files import read_json
 from ..core.text import clip, error_about, folder_names, printable
 from ..errors import FormatError, UnsupportedError
 
-# A full commit, whose files never change.
+# A full commit: its files never change.
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 # Names that can be looked up: no other component leads out of the cache.
 _COMPONENT = re.compile(r"(?!\.{1,2}\Z)[^/\\:\x00]{1,255}", re.DOTALL)

@@ -32,7 +32,7 @@ _WEB = {"http": 80, "https": 443}
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 # May include the interface of a link-local address, with or without an escaped "%".
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]+)(?:%(?:25)?([A-Za-z0-9._~-]{1,32}))?\]")
-# Characters dropped by some readers, and treated as delimiters by others.
+# Some readers drop these characters, some treat them as delimiters.
 _FORBIDDEN = {
     r"[\x00-\x1f\x7f]": "it has a control character",
     r"\\": "it has a backslash: escape it as %5C",

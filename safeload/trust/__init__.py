@@ -1,1 +1,1 @@
-"""Digests, signatures, and what pickles name."""
+"""Digests, signatures, and the scan of pickles."""

@@ -217,7 +217,7 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
         for _, inner in walk(text, files, failed):
             try:
                 _scan_file(report, inner, files)
-            except (OSError, SafeloadError) as error:  # noqa: PERF203 - it does not stop the others
+            except (OSError, SafeloadError) as error:  # noqa: PERF203 - the next paths are still scanned
                 failed(files.shown(inner), error)
     report.findings.sort(key=_worst_first)
     return report

@@ -173,7 +173,7 @@ class VerifiedFiles:
             raise refused(f"the file is missing, but {self.expected.source} lists it", self._files.shown(path))
 
     def keep(self, store: VerifiedStore) -> None:
-        """Move a store to the end, and drop the memory of others if there is too much."""
+        """Move a store to the end, and drop the memory of older stores if there is too much."""
         dropped = []
         with self._lock.own:
             if store.dropped_early:

@@ -42,7 +42,7 @@ class SentencePieceModel(NamedTuple):
     kind: int  # UNIGRAM, BPE, ...
     add_prefix: bool  # a text begins with a space
     trims: bool  # several spaces become one
-    maps: bool  # characters are replaced by others
+    maps: bool  # the tokenizer replaces characters
 
 
 def parse_model(content: bytes, path: str) -> SentencePieceModel:

@@ -607,7 +607,7 @@ pre_tokenizers = partial(read_data, __name__, "pre_tokenizers.json")
 
 
 def _cuts(pre_tokenizer: Any) -> list[tuple[Any, ...] | None]:
-    """Return what decides about words in each step; None for an unknown step."""
+    """Return the rule of each step for splitting words; None for an unknown step."""
     return [_cut(step) for step in islice(_steps(pre_tokenizer, "pretokenizers"), _MOST_STEPS)]
 
 

@@ -204,7 +204,7 @@ def _check_attributes(attributes: Any) -> None:
 
 
 def _unreadable(kind: str, reason: str) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a function that makes an unreadable tensor, whose shape is the first tuple of its arguments."""
+    """Return a function that makes an unreadable tensor; its shape is the first tuple of the arguments."""
 
     def build(args: tuple[Any, ...]) -> Any:
         parts = args[:_FEW]
