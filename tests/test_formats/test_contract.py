@@ -153,6 +153,12 @@ def test_the_messages_and_the_pages_name_it(row, tmp_path, pytestconfig):
     assert all(word in headings.casefold() for word in row.title.replace(" NumPy", "").casefold().split())
 
 
+def test_the_golden_run_has_a_file_of_each_format():
+    from golden.fixtures import WRITTEN
+
+    assert {row.name for row in FILES} == set(WRITTEN)
+
+
 @NAMED
 def test_its_module_says_what_the_format_is(row):
     module = row.load()
