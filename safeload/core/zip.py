@@ -265,11 +265,10 @@ class Archive:
 
     def read(self, name: str) -> tuple[bytes, int | None]:
         """Return the bytes of an entry, and their offset in the file or None if they are compressed."""
-        info, file = self.entries[name], self._file
-        begin = self.locate(name)
+        info, begin = self.entries[name], self.locate(name)
         if info.method == STORED:
             self.check_stored(name)
-            return file.read_at(begin, info.size), begin
+            return self._file.read_at(begin, info.size), begin
         if info.size > MAX_INFLATED:
             raise self._fault(name, f"inflates to more than {MAX_INFLATED} bytes", kind=LimitError)
         return b"".join(self.inflate(name)), None
@@ -291,12 +290,10 @@ class Archive:
         end = at + info.packed
         self.check_packed(name)
         if info.method == STORED:
-            while at < end:
-                yield file.read_at(at, min(_CHUNK, end - at))
-                at += _CHUNK
+            for begin in range(at, end, _CHUNK):
+                yield file.read_at(begin, min(_CHUNK, end - begin))
             return
-        machine = zlib.decompressobj(-15)
-        left = info.size
+        machine, left, crc = zlib.decompressobj(-15), info.size, 0
         while not machine.eof:
             data = machine.unconsumed_tail
             if not data:
@@ -313,9 +310,12 @@ class Archive:
             if left < 0:
                 raise self._fault(name, f"inflates to more than the {info.size} bytes in the directory")
             if chunk:
+                crc = zlib.crc32(chunk, crc)
                 yield chunk
         if left:
             raise self._fault(name, f"inflates to {info.size - left} bytes, the directory says {info.size}")
+        if crc != info.crc:
+            raise self._fault(name, f"is damaged: its CRC-32 is {crc:08x}, but the directory says {info.crc:08x}")
 
     def check_stored(self, name: str) -> None:
         """Refuse a compressed entry."""

@@ -14,6 +14,7 @@ import pytest
 from builders.inside import npy, zips
 from builders.random import rng
 from builders.thorough import dealt
+from builders.torch_build import Storage, tensor, zip_file
 
 import safeload
 
@@ -302,7 +303,7 @@ def overlapping(count, kernel):
     machine = zlib.compressobj(9, zlib.DEFLATED, -15)
     last = head(kernel) + bytes(kernel)
     streams = [b""] * (count - 1) + [machine.compress(last) + machine.flush()]
-    packed, sizes = [len(streams[-1])] * count, [len(last)] * count
+    packed, sizes, crc = [len(streams[-1])] * count, [len(last)] * count, zlib.crc32(last)
     for k in reversed(range(count - 1)):
         after = local(k + 1)
         body = head(len(after) + sizes[k + 1])
@@ -311,10 +312,38 @@ def overlapping(count, kernel):
         packed[k], sizes[k] = len(streams[k]) + len(after) + packed[k + 1], length + sizes[k + 1]
     out, directory = b"", b""
     for k in range(count):
-        fields = (20, 20, 0, 8, 0, 0, 0, packed[k], sizes[k], len(names[k]), 0, 0, 0, 0, 0, len(out))
+        fields = (20, 20, 0, 8, 0, 0, crc, packed[k], sizes[k], len(names[k]), 0, 0, 0, 0, 0, len(out))
         directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields) + names[k]
         out += local(k) + streams[k]
     return out + directory + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), len(out), 0)
+
+
+def _deflated(content, names):
+    """An archive with these entries in blocks of deflate that hold their bytes as they are."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(out, "w") as archive:
+        for info in source.infolist():
+            method = zipfile.ZIP_DEFLATED if info.filename.endswith(names) else zipfile.ZIP_STORED
+            archive.writestr(info.filename, source.read(info), method, compresslevel=0)
+    return out.getvalue()
+
+
+def test_a_changed_byte_that_still_inflates_is_found_by_its_crc(path):
+    out = io.BytesIO()
+    np.savez(out, a=np.arange(1000, 1100, dtype="<u4"))
+    torch = zip_file({"a": tensor(Storage("a", np.float32([1, 2, 3])), (1, 3))})
+    cases = (out.getvalue(), ".npy", struct.pack("<I", 1042), 0), (torch, ".pkl", b"K\x01K\x03\x86", 3)
+    for content, names, changed, at in cases:
+        data = bytearray(_deflated(content, names))
+        path.write_bytes(data)
+        assert list(safeload.load(path)) == ["a"]
+        data[data.index(changed) + at] -= 1
+        path.write_bytes(data)
+        with pytest.raises(
+            safeload.FormatError, match=f"{names}' is damaged: its CRC-32 is [0-9a-f]{{8}}, but the dir"
+        ):
+            safeload.load(path)
+        assert not safeload.check(path).ok
 
 
 def test_entries_that_share_compressed_bytes_are_refused_before_anything_is_unpacked(path, monkeypatch):
