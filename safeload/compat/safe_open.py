@@ -132,19 +132,18 @@ def _refuse(items: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     if len(indices) > len(shape):
         raise SafetensorError(f"{during}: more slicing indexes than dimensions in tensor")
     for axis, (item, size) in enumerate(zip(indices, shape, strict=False)):
-        if not isinstance(item, slice) and operator.index(item) < -size:
+        if isinstance(item, slice):
+            if item.step == 0:
+                raise SafetensorError("Slice step must be a positive integer, got 0")
+            item.indices(size)  # a TypeError if a bound is no integer, before it is compared
+        elif operator.index(item) < -size:
             raise SafetensorError(f"Invalid index {item} for dimension {axis} of size {size}")
     for axis in reversed(range(len(indices))):
         item, size = indices[axis], shape[axis]
-        beyond = None
-        if not isinstance(item, slice):
-            beyond = operator.index(item) if operator.index(item) >= size else None
-        elif item.start is not None and item.start > size:
-            beyond = item.start
-        elif item.stop is not None and item.stop > size:
-            beyond = item.stop - 1
-        if beyond is not None:
-            raise SafetensorError(f"{during}: index {beyond} out of bounds for tensor dimension #{axis} of size {size}")
+        ends = [(item.start, 0), (item.stop, 1)] if isinstance(item, slice) else [(operator.index(item) + 1, 1)]
+        if beyond := [end - past for end, past in ends if end is not None and end > size]:
+            text = f"index {beyond[0]} out of bounds for tensor dimension #{axis} of size {size}"
+            raise SafetensorError(f"{during}: {text}")
 
 
 def _show(item: Any) -> str:

@@ -472,6 +472,7 @@ def test_zero_size_and_zero_dimensional_tensors_are_sliced(tmp_path):
 ASSERTED = [
     (np.s_[2:, -6], "Invalid index -6 for dimension 1 of size 5"),
     ([0, 1], "Non empty lists are not implemented"),
+    (np.s_[:, ::0], "Slice step must be a positive integer, got 0"),
     (
         np.s_[2:, 20],
         "Error during slicing [2:, 20] with shape [10, 5]: index 20 out of bounds for tensor dimension #1 of size 5",
@@ -500,6 +501,15 @@ def test_what_upstream_refuses_is_refused_in_its_words(index, message, tmp_path)
     with safetensors.safe_open(tmp_path / "x", "np") as file, pytest.raises(safetensors.SafetensorError) as caught:
         file.get_slice("m")[index]
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("index", [np.s_[:"a"], np.s_[0.5:], np.s_[:, :9.5]], ids=str)
+def test_a_bound_that_is_no_integer_is_a_type_error_as_upstream_raises(index, tmp_path):
+    save_file({"m": np.zeros((4, 5))}, tmp_path / "x", durable=False)
+    with safe_open(tmp_path / "x") as file, pytest.raises(TypeError, match="slice indices must be integers"):
+        file.get_slice("m")[index]
+    with safetensors.safe_open(tmp_path / "x", "np") as file, pytest.raises(TypeError, match="as an integer"):
+        file.get_slice("m")[index]
 
 
 # Not backwards, which upstream answers with any of four exceptions: its issue 843.
