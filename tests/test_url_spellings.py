@@ -192,7 +192,13 @@ def test_no_spelling_of_a_url_shows_its_secret(url, capfd, tmp_path):
         "convert": lambda: safeload.convert({"w": np.zeros(1)}, url, storage_options={}),
         "info": lambda: cli(["info", url]),
         "check": lambda: cli(["check", url]),
+        "sign": lambda: cli(["sign", url, "--key", url]),
+        "sign with a key": lambda: cli(["sign", str(tmp_path), "--key", url]),
+        "verify with a key": lambda: cli(["verify", str(tmp_path / "model"), "--key", url]),
+        "an unknown option": lambda: cli(["info", str(tmp_path), "--tokenizer", url, f"--words={url}"]),
     }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.sig").write_text("{}")
     for name, call in calls.items():
         text = ""
         try:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ..core.text import printable, similar
+from ..core.text import similar
 from . import common
 from .common import FAILURES, STANDARD
 from .parsers import COMMANDS, command_parser, top_parser
@@ -80,9 +80,11 @@ def _options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpa
     parse = parser.parse_known_args if "--" in arguments else parser.parse_known_intermixed_args
     options, extra = parse(arguments)
     if extra:
+        from ..remote.foreign import cleaned  # only here: it knows URLs with secrets
+
         options_of = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
         near = _near(_INSTEAD.get(word := extra[0].partition("=")[0], word), options_of)
-        parser.error(f"unrecognized arguments: {printable(' '.join(extra))}{near}")
+        parser.error(f"unrecognized arguments: {cleaned(ValueError(' '.join(extra)), [])}{near}")
     return options
 
 

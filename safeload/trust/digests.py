@@ -24,7 +24,6 @@ import base64
 import hashlib
 import os
 import re
-import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -361,10 +360,9 @@ class _Capture:
 
 
 def check_readable(path: PathLike) -> None:
-    """Refuse a key that cannot be opened, because the library's own errors do not name it."""
-    if stat.S_ISREG(os.stat(path).st_mode):  # a pipe can be opened only once, by the library
-        with open(path, "rb"):
-            pass
+    """Refuse a model or key that cannot be opened, because the library's own errors do not name it."""
+    if os.path.isfile(path) or not os.path.exists(path):  # a pipe can be opened only once, by the library
+        LOCAL.open(os.fspath(path)).close()
 
 
 # ---- the digests to verify files with ----

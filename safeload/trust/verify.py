@@ -551,7 +551,7 @@ def sign(
         raise ValueError("model-signing takes no password for the key of a certificate: decrypt the key first")
     if chain and certificate is None:
         raise ValueError("a chain of certificates needs the signer's certificate")
-    for file in (key, *([] if certificate is None else [certificate]), *chain):
+    for file in (path, key, *([] if certificate is None else [certificate]), *chain):
         digests.check_readable(file)
     target = output or (os.path.join(path, digests.SIGNATURE_NAME) if os.path.isdir(path) else f"{path}.sig")
     refuse_inputs(target, (key, certificate, *chain))
@@ -559,7 +559,6 @@ def sign(
     if written.check() and overwrite and not written.is_ours():
         signed = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
         refuse_inputs(target, [path, *(file for file in signed if not file.endswith(".sig"))])
-    os.stat(path)
     digests.library()
     hashing = import_module("model_signing.hashing").Config()
     if shard_size is not None:
