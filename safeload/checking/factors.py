@@ -20,6 +20,7 @@ from ..core.names import grouped, layer_of
 # of a product of factors from 1, of all but a few columns; of their median; and of each column in the clearest matrix.
 _NEAR, _MIDDLE, _CLEAR = 0.3, 0.05, 0.35
 _MOST = 0.97  # share of the columns
+_LEFT = 0.75  # greatest part of factors that products leave; damage of a few rows is left whole
 # Modules that write to the residual stream, so their columns read no norm.
 _WRITERS = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense|dense_4h_to_h|c_proj|wo|w2|fc2|fc_out|out)(\.|$)")
 # Norms of a module's output, which no matrix reads. If the feed-forward has such a norm, so has the attention.
@@ -108,7 +109,10 @@ def _undoes(found: Mapping[str, Factors], name: str, factors: Array, *, in_all: 
     if own is None or len(own.columns) != len(factors):
         return False
     products = own.columns * factors
-    return _is_one(products / np.median(products) if in_all or own.rows is not None else products)
+    if in_all or own.rows is not None:
+        products /= np.median(products)
+    left, before = (np.log(each / np.median(each)) for each in (products, factors))
+    return _is_one(products) and bool(np.linalg.norm(left) < _LEFT * np.linalg.norm(before))
 
 
 def _is_valid(factors: Array) -> bool:

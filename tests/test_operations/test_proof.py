@@ -41,6 +41,12 @@ def interleaved(x, heads):
     return x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
 
 
+def scaled(x, part, factor):
+    changed = x.copy()
+    changed[part] *= x.dtype.type(factor)
+    return changed
+
+
 def result_of(folder, changed, tmp_path, kind):
     """The result of a converter that made a mistake: of a source with the mistake."""
     wrong = shutil.copytree(folder, tmp_path / "wrong")
@@ -72,6 +78,8 @@ def changes(heads):
             lambda x: np.concatenate([x[:5] * x.dtype.type(0), x[5:]]),
             "5 of 64 rows differ, the first is row 0",
         ),
+        "part of a row": (Q, lambda x: scaled(x, (3, slice(32)), 2), "1 of 64 rows differ"),
+        "row": (Q, lambda x: scaled(x, 3, 1.6), "1 of 64 rows differ"),
         "constant": (UP_0, lambda x: np.full_like(x, 0.5), "all values are 0."),
         "half": (UP_0, lambda x: x * x.dtype.type(0.5), "values are 0."),
         "columns": (DOWN, lambda x: x[:, ::-1].copy(), "columns are in another order"),
