@@ -94,7 +94,7 @@ def _near(word: str, names: Sequence[str]) -> str:
     return f", did you mean {bare[close[0]]!r}?" if close else ""
 
 
-_INTERRUPTED = 130  # the exit status of a shell for SIGINT
+_INTERRUPTED, _PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace, interrupts: Sequence[int]) -> int:
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe. Python would report it again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _PIPE_CLOSED
     except Exception as error:
         if interrupts:  # an import that was interrupted raises ImportError
             return _INTERRUPTED

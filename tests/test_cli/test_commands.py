@@ -550,6 +550,10 @@ def test_a_closed_pipe(command, folder):
     done = subprocess.run(line, shell=True, capture_output=True, text=True)
     assert done.stdout.count("\n") == 1
     assert done.stderr == ""
+    # A faulty file must not pass, with pipefail, because nobody read why.
+    process = subprocess.Popen([*line.replace('"', "").split(" |")[0].split()], stdout=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait() == 128 + signal.SIGPIPE
 
 
 def test_control_c(folder, capsys, monkeypatch):
