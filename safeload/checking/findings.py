@@ -87,6 +87,7 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "source.lost": "is missing: {tensors} of the source",
         "source.lost:one": "is missing, but the source has it",
         "source.more": "is not in the source",
+        "source.setting": "{setting} is {value}, but {expected} in the source",
         "source.shape": "has shape {shape}, but {expected} in the source",
         "value.inf": "{bad:,} of {count:,} values {are} infinite{at}",
         "value.nan": "{bad:,} of {count:,} values {are} NaN{at}",
@@ -132,6 +133,7 @@ _RULES: Mapping[Severity, Mapping[str, str]] = {
         "source.calibrated": "{tensors} differ from the source more than rounding does, as after GPTQ, AWQ or with an "
         "importance matrix",
         "source.rescaled": "factors of {tensors} are undone by other tensors, as after AWQ or SmoothQuant",
+        "source.unchecked": "settings and tokenizer were not compared: {problem}",
         "source.left_out": "{tensors} of the source are left out by the form: {reason}",
     },
 }

@@ -6,7 +6,7 @@ the result from that of the source, or from another tensor of the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
@@ -15,26 +15,36 @@ from typing import Any
 import numpy as np
 
 from ..conversion.catalog import Catalog, Given, RestructuredCatalog
+from ..conversion.llama_cpp.gguf_models import keys_between
+from ..conversion.llama_cpp.tokenizer import JSON, KEPT, MODEL, TokenizerFiles, object_at
 from ..conversion.make import merged
 from ..core.arrays import Array
 from ..core.names import Patterns, grouped, layer_of
 from ..core.progress import Progress
-from ..core.text import plural
+from ..core.text import plural, show
 from ..errors import SafeloadError, one_line
-from ..models.family import without_numbers
+from ..models.family import of_all_layers, without_numbers
 from ..models.schema import language_of
 from .diff import DiffReport, compare
 from .factors import Factors, factors_of, undone
 from .findings import Finding, find
-from .forms import Forms
+from .forms import Forms, common_form
 from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, EXPECTED, judged, pair_of
 
 _CLOSE = 0.35  # largest relative difference of an operation that explains a tensor; unrelated tensors have 1.4
 _ESTIMATED = 0.45  # likewise of estimated factors: codes of 4 bits move rows of outliers by a third
+_SURE = 6  # deviations of an estimate from the rounding of a format
 _EXACT = 0.01  # likewise of an addition: bfloat16 rounds by half of it
 _MOST_ROWS = 2048  # to find their order
 _SAMPLE = 4096  # values by which tensors that changed places are recognized
 _MOST_ALIKE = 4096  # damaged tensors of a shape to compare with each other
+# Keys that do not say what a model computes, or that follow from its tensors and their format.
+_UNCOMPARED = ("general.", "safeload.", "quantize.", "split.", "tokenizer.chat_template")
+_BOOKKEEPING = {
+    *("dtype", "torch_dtype", "quantization", "quantization_config", "compression_config", "transformers_version"),
+    *("tie_word_embeddings", "use_cache", "auto_map", "_name_or_path", "_attn_implementation"),
+}
+_NEWER = {"attention": "full_attention", "mamba": "linear_attention"}  # kinds of layers in transformers 5
 _KINDS = {"experts": "experts", "layers": "layers", "h": "layers", "blk": "layers", "blocks": "layers"}
 
 
@@ -48,20 +58,24 @@ def findings_of(
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Progress = None,
+    ignored: Collection[str] = (),  # keys of metadata that the conversion was told to change
 ) -> Iterator[Finding]:
     """Yield the losses and changes of a result, causes first."""
     with ExitStack() as stack:
         original, written = (stack.enter_context(Catalog.of(each, storage_options)) for each in (source, result))
+        base = original
         if adapters is not None:
-            original = merged(stack, original, adapters, storage_options)
+            original = merged(stack, base, adapters, storage_options)
         try:
             report, forms = compare(original, written, only, drop, threads=threads, progress=progress)
+            before = base if original is base else common_form(base, written).catalogs[0]
         except SafeloadError as problem:
             yield find("source.form", problem=one_line(problem))
             return
         unequal = [name for name, row in report.tensors.items() if row.unequal]
-        changed, calibrated, rescaled = _changed(forms, unequal, threads)
+        changed, calibrated, rescaled = _changed(forms, before, original.merge or (), unequal, threads)
         yield from changed
+        yield from _settings(original, written, report.form, ignored)
         yield from _lost(report, [*original] if not report.form else [*forms.catalogs[0]])
         for name, (expected, shape) in report.shapes.items():
             yield find("source.shape", name, shape=[*shape], expected=[*expected])
@@ -72,6 +86,79 @@ def findings_of(
             yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
         if rescaled:
             yield find("source.rescaled", tensors=plural(rescaled, "tensor"))
+
+
+def _settings(original: Catalog, written: Catalog, form: str, ignored: Collection[str]) -> Iterator[Finding]:
+    """Yield settings of the model and of its tokenizer with another value than in the source."""
+    sides, files = (original, written), [catalog.format == "gguf" for catalog in (original, written)]
+    pairs: Iterable[Sequence[Mapping[str, Any]]] = [[catalog.metadata for catalog in sides]]
+    if not any(files):
+        pairs = zip(*map(_own_settings, sides), strict=False)
+    elif not all(files):
+        if not form.startswith("layout of llama.cpp"):
+            return
+        model, file = sides[:: -1 if files[0] else 1]
+        pairs = ([file.metadata, keys][:: 1 if files[0] else -1] for keys in keys_between(model, file))
+    try:
+        for expected, stated in pairs:
+            ours = f"{KEPT}config" in stated  # other programs write other optional keys
+            for key in expected:
+                compared = expected[key] is not None and (ours or stated.get(key) is not None)
+                if compared and key not in ignored and not str(key).startswith(_UNCOMPARED):
+                    place, a, b = _first_difference(str(key), *(_plain(side.get(key)) for side in (expected, stated)))
+                    if a != b:
+                        value = "missing" if b is None else show(b)
+                        yield find("source.setting", setting=place, value=value, expected=show(a))
+    except SafeloadError as problem:
+        yield find("source.unchecked", problem=one_line(problem))
+
+
+def _own_settings(catalog: Catalog) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of config.json, then the vocabulary of the tokenizer."""
+    yield dict(_leaves(catalog.config or {}, "config.json: "))
+    if catalog.folder is None:
+        return
+    files = TokenizerFiles(catalog.folder)
+    model = object_at(files.json, "model")
+    merges = model.get("merges")
+    pairs = (
+        [each.split(" ") if isinstance(each, str) else each for each in merges] if isinstance(merges, list) else None
+    )
+    pieces = enumerate(() if files.model is None else files.model.pieces)
+    yield {
+        f"{JSON}: vocab": model.get("vocab"),
+        f"{JSON}: merges": pairs,
+        **{f"{JSON}: added token {token.id}": token.text for token in files.added_in_json},
+        **{f"{MODEL}: token {number}": piece.text for number, piece in pieces},  # a converter can add more
+    }
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a config by name; those of rotations stand below several keys, or below none."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key not in _BOOKKEEPING:
+            yield from _leaves(value, prefix if key in ("rope_scaling", "rope_parameters") else f"{prefix}{key}.")
+        elif key not in _BOOKKEEPING:
+            kinds = value if key == "layer_types" and isinstance(value, list) else ()
+            yield f"{prefix}{key}", [_NEWER.get(str(kind), kind) for kind in kinds] or value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as GGUF files store it: floats in single precision, one value if all layers have it."""
+    value = of_all_layers(value)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _first_difference(key: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Return the entry in which two lists or objects differ, or the number of their entries."""
+    if type(a) is type(b) and isinstance(a, (list, dict)) and a != b:
+        if len(a) != len(b):
+            return f"number of {key}", len(a), len(b)
+        a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (a, b))
+        place = next(k for k, value in a.items() if b.get(k) != value)
+        return f"{key}[{show(place)}]", a[place], b.get(place)
+    return key, a, b
 
 
 def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
@@ -89,7 +176,13 @@ def _lost(report: DiffReport, names: Collection[str]) -> Iterator[Finding]:
             yield find("source.lost", f"{begin}.*", tensors=plural(len(members), "tensor"))
 
 
-def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[list[Finding], int, int]:
+def _changed(
+    forms: Forms,
+    before: Catalog,  # the source without adapters
+    merges: Container[str],  # the tensors that adapters change
+    names: Sequence[str],
+    threads: int | None,
+) -> tuple[list[Finding], int, int]:
     """Return the cause of each damage, and the numbers of calibrated tensors and of tensors with factors."""
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
@@ -107,6 +200,8 @@ def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[l
             causes[name] = _cause(forms, name, a, b)
             factors |= _factors(forms, name, a, b)
             samples[name] = a.reshape(-1)[:_SAMPLE].copy(), b.reshape(-1)[:_SAMPLE].copy()
+        if name in before and any(each in merges for each in forms.stored(0, name)[1]):
+            causes |= _merge(name, before.array(name, threads), *_floats(pair))
     layers = {layer_of(name) for name in factors}
     for name in calibrated:  # factors near 1 look like calibration
         if layer_of(name) in layers:
@@ -118,6 +213,20 @@ def _changed(forms: Forms, names: Sequence[str], threads: int | None) -> tuple[l
     ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)
     found = [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered]
     return found, len(calibrated), len(excused)
+
+
+def _merge(name: str, base: Array, a: Array, b: Array) -> dict[str, str]:
+    """Return how often adapters are merged into a tensor ``b``, unless it is once, as in ``a``."""
+    if base.size != a.size:
+        return {}
+    change, got = (np.float64(x - base.reshape(a.shape)) for x in (a, b))
+    with np.errstate(all="ignore"):
+        times = float(np.vdot(change, got) / np.vdot(change, change))
+    rest = float(np.linalg.norm(got - times * change))
+    noise = rest / max(float(np.linalg.norm(change)) * change.size**0.5, 1e-30)
+    if not (abs(times - 1) > max(_CLOSE, _SURE * noise) and rest < _ESTIMATED * np.linalg.norm(a)):
+        return {}
+    return {name: "the adapter is not merged" if abs(times) < 0.1 else f"the adapter is merged {times:.2g} times"}
 
 
 def _is_rounded_norm(name: str, a: Array, b: Array) -> bool:

@@ -134,11 +134,14 @@ def check(options: argparse.Namespace) -> int:
 
 def add_losses(report: CheckReport, path: Any, options: argparse.Namespace) -> None:
     """Add the losses and changes of a conversion of ``options.source``."""
+    from .. import open
     from ..checking.proof import findings_of
 
-    with common.bar("compare") as progress:
+    opened = open(path, **common.given(options, "root unknown_globals storage_options"))
+    with opened as result, common.bar("compare") as progress:
         same = common.given(options, "only drop adapters storage_options threads")
-        report.add(findings_of(path, options.source, progress=progress, **same))
+        ignored = [text.partition("=")[0] for text in getattr(options, "metadata", None) or ()]
+        report.add(findings_of(result, options.source, progress=progress, ignored=ignored, **same))
 
 
 def _print_report(report: CheckReport) -> None:

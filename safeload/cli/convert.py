@@ -158,9 +158,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def _refuse_check(options: argparse.Namespace) -> None:
     """Refuse to check a result that other options make differ from its sources, or that cannot be read again."""
-    names = ("only", "drop", "name", "rename", "layout", "root")
-    option = next((name for name in names if getattr(options, name) is not None), "")
-    option = option or next((name for name in ("raw", "stored") if getattr(options, name)), "")
+    names = ("only", "drop", "name", "rename", "layout", "root", "raw", "stored")
+    option = next((name for name in names if getattr(options, name) not in (None, False)), "")
     if option:
         raise ValueError(f"--check-result compares whole models; it cannot be combined with --{option}")
     if common.STANDARD in (options.destination, *options.source):

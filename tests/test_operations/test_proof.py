@@ -230,6 +230,82 @@ def test_importance_matrices_are_not_accused(llama, tmp_path):
         assert faults(tmp_path / f"{scheme}.gguf", llama) == []
 
 
+# ---- settings ----
+
+
+def changed_json(path, *keys_and_value):
+    content = json.loads(path.read_text())
+    *keys, last, value = keys_and_value
+    holder = content
+    for key in keys:
+        holder = holder[key]
+    holder[last] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("kind", ["folder", "fp8_dynamic fp8", "mlx4-g32 mlx"])
+def test_another_config_or_tokenizer_of_a_folder_is_found(kind, llama, tmp_path):
+    result = result_of(llama, load_file(llama / "model.safetensors"), tmp_path, kind)
+    assert faults(result, llama) == []
+    changed_json(result / "config.json", "rms_norm_eps", 0.5)
+    config = json.loads((llama / "config.json").read_text())
+    older = {**config.pop("rope_parameters"), "factor": 31.0}  # of transformers 4, which has the base outside
+    older = {"rope_theta": older.pop("rope_theta"), "rope_scaling": older}
+    (result / "config.json").write_text(json.dumps({**json.loads((result / "config.json").read_text()), **older}))
+    changed_json(result / "config.json", "rope_parameters", None)
+    changed_json(result / "config.json", "torch_dtype", "float8")  # says how values are stored, not which
+    tokenizer = json.loads((result / "tokenizer.json").read_text())
+    *_, first, second = tokenizer["model"]["vocab"]
+    changed_json(result / "tokenizer.json", "model", "vocab", second, tokenizer["model"]["vocab"][first])
+    changed_json(result / "tokenizer.json", "model", "merges", tokenizer["model"]["merges"][1:])
+    changed_json(result / "tokenizer.json", "added_tokens", 0, "content", "<|other|>")
+    assert {code for code, *_ in faults(result, llama)} == {"source.setting"}
+    messages = [message for *_, message in faults(result, llama)]
+    config = json.loads((llama / "config.json").read_text())
+    merges, added = len(tokenizer["model"]["merges"]), tokenizer["added_tokens"][0]
+    number = tokenizer["model"]["vocab"][second]
+    assert set(messages) == {
+        f"config.json: rms_norm_eps is 0.5, but {config['rms_norm_eps']} in the source",
+        f"config.json: factor is 31.0, but {config['rope_parameters']['factor']} in the source",
+        f"tokenizer.json: vocab[{second!r}] is {number - 1}, but {number} in the source",
+        f"number of tokenizer.json: merges is {merges - 1}, but {merges} in the source",
+        f"tokenizer.json: added token {added['id']} is '<|other|>', but {added['content']!r} in the source",
+    }
+
+
+def test_other_metadata_of_a_gguf_file_is_found_both_ways(llama, tmp_path, capsys):
+    safeload.convert(llama, tmp_path / "m.gguf")
+    with safeload.edit(tmp_path / "m.gguf") as file:
+        tokens = list(file.metadata["tokenizer.ggml.tokens"])
+        tokens[7], expected = "other", tokens[7]
+        file.metadata["tokenizer.ggml.tokens"] = tokens
+        file.metadata["llama.rope.freq_base"] = np.float32(10000)
+        file.metadata["llama.attention.head_count_kv"] = np.uint32(3)
+        del file.metadata["llama.attention.layer_norm_rms_epsilon"]
+        file.metadata["general.name"] = "another name"
+    settings = {
+        "llama.rope.freq_base": ("10000.0", "500000.0"),
+        "llama.attention.head_count_kv": ("3", "2"),
+        "tokenizer.ggml.tokens[7]": ("'other'", repr(expected)),
+    }
+    missing = "llama.attention.layer_norm_rms_epsilon is missing, but 1e-06 in the source"
+    texts = {f"{key} is {a}, but {b} in the source" for key, (a, b) in settings.items()}
+    assert {message for *_, message in faults(tmp_path / "m.gguf", llama)} == texts | {missing}
+    texts = {f"{key} is {b}, but {a} in the source" for key, (a, b) in settings.items()}
+    assert {message for *_, message in faults(llama, tmp_path / "m.gguf")} == texts
+    asked = ["--metadata", "llama.context_length=7", "--overwrite", "--check-result"]
+    assert main(["convert", str(llama), str(tmp_path / "m.gguf"), *asked]) == 0
+    capsys.readouterr()
+
+
+def test_settings_that_cannot_be_compared_are_a_note(llama, tmp_path):
+    safeload.convert(llama, tmp_path / "m.gguf")
+    (llama / "tokenizer.json").unlink()
+    report = safeload.check(tmp_path / "m.gguf", original=llama)
+    assert report.ok
+    assert "settings and tokenizer were not compared: " in [f.message for f in report.notes][-1]
+
+
 # ---- calibrated writers ----
 
 
@@ -371,7 +447,7 @@ def test_norms_that_were_rounded_as_sums_with_1_are_not_accused(tmp_path):
     assert len(faults(tmp_path, {"model.norm.weight": norm, "model.bias": rounded})) == 1
 
 
-def adapter_of(llama, folder):
+def adapter_of(llama, folder, scale=1.0):
     """A LoRA adapter of a projection."""
     folder.mkdir()
     columns = load_file(llama / "model.safetensors")[Q].shape[1]
@@ -381,7 +457,7 @@ def adapter_of(llama, folder):
     save_file(
         {
             f"{name}.lora_A.weight": rng.standard_normal((4, columns)).astype(np.float32),
-            f"{name}.lora_B.weight": rng.standard_normal((rows, 4)).astype(np.float32),
+            f"{name}.lora_B.weight": (rng.standard_normal((rows, 4)) * scale).astype(np.float32),
         },
         folder / "adapter_model.safetensors",
     )
@@ -401,6 +477,27 @@ def test_adapters_are_merged_into_the_source(destination, llama, tmp_path):
     assert [(code, tensor) for code, tensor, _ in dropped] == [("source.changed", Q)]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "awq-g32 awq"])
+def test_adapters_that_rounding_hides_are_counted(kind, llama, tmp_path):
+    """The change is smaller than the steps of 4 bits."""
+    adapter = adapter_of(llama, tmp_path / "lora", 0.01)
+    for times, start in {
+        1: None,
+        0: "the adapter is not merged",
+        2: "the adapter is merged ",
+        0.5: "the adapter is merged ",
+    }.items():
+        scaled = shutil.copytree(adapter, tmp_path / f"{times}")
+        changed_json(scaled / "adapter_config.json", "lora_alpha", 4 * times)
+        safeload.convert(llama, scaled / "merged", adapters=scaled, dtype="float32")
+        result = result_of(llama, load_file(scaled / "merged" / "model.safetensors"), scaled, kind)
+        found = [(tensor, message) for _, tensor, message in faults(result, llama, adapters=adapter)]
+        assert [tensor for tensor, _ in found] == ([] if start is None else [Q])
+        for _, message in found:
+            assert message.startswith(start)
+            assert times == 0 or abs(float(message.split()[-2]) - times) < 0.1
+
+
 def test_the_commands_fail_on_what_changed(llama, tmp_path, capsys):
     adapter = adapter_of(llama, tmp_path / "lora")
     assert main(["convert", str(llama), str(tmp_path / "m.gguf"), "--quantize", "q4_0", "--check-result"]) == 0
@@ -412,6 +509,15 @@ def test_the_commands_fail_on_what_changed(llama, tmp_path, capsys):
         assert main(["convert", str(llama), str(tmp_path / "n.gguf"), "--check-result", *arguments]) == 2
     assert main(["check", str(llama), "--adapter", str(adapter)]) == 2
     assert not (tmp_path / "n.gguf").exists()
+
+
+def test_a_container_of_the_result_is_compared(data, tmp_path, capsys):
+    result = data / "torch" / "checkpoint.pt"
+    safeload.convert(safeload.open(result, root="model_state_dict"), tmp_path / "m.safetensors")
+    arguments = ["check", str(result), "--source", str(tmp_path / "m.safetensors")]
+    assert main([*arguments, "--root", "model_state_dict"]) == 0
+    assert main(arguments) == 1
+    capsys.readouterr()
 
 
 def test_a_source_of_another_model_is_an_error(llama, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any
 
@@ -109,6 +109,17 @@ def form_between(model: Catalog, file: Catalog) -> tuple[Catalog, ModelConfig, G
         model.config = dict(values or {})
     config = ModelConfig({**(model.config or {}), **counted(model, form)}, model.title, form)
     return model, config, form
+
+
+def keys_between(model: Catalog, file: Catalog) -> Iterator[Mapping[str, Any]]:
+    """Yield the keys of a model, then those of its tokenizer, as the metadata of a file of llama.cpp has them."""
+    model, config, form = form_between(model, file)
+    if isinstance(form, MmprojForm):
+        yield settings_of_tower(config, form)
+        return
+    yield settings_of(config, form)[0]
+    if model.folder is not None and "token_embd.weight" in file:
+        yield tokenizer_keys(TokenizerFiles(model.folder), config, form, file.about("token_embd.weight").shape[0])
 
 
 def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
