@@ -405,7 +405,7 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
                     text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
                     text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
-    known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs)})
+    known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs) if pairs})
     for adapter in adapters if pairs else ():
         own = modules_by_tensor(adapter, known.find)
         for head, embedding in pairs.items():

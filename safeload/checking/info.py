@@ -368,13 +368,13 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
             towers = [tower for tower in ("vision", "audio") if metadata.get(f"{name}.has_{tower}_encoder") is True]
             tower = next(iter(towers), "vision")
             sizes = [_number(metadata, f"{name}.{tower}.{key}") for key in keys]
-            types = (_text(metadata, f"{name}.{part}projector_type") for part in ("", *(f"{t}." for t in towers)))
+            types = (text_in(metadata, f"{name}.{part}projector_type") for part in ("", *(f"{t}." for t in towers)))
             name = f"{' and '.join(filter(None, types)) or name} (mmproj: the {' and '.join(towers) or tower} part)"
     else:
         from ..models.schema import language_of  # imported here: most files have no config.json
 
         both = {**language_of(config), **config}
-        name, dtype = _text(config, "model_type"), _text(both, "torch_dtype", "dtype")
+        name, dtype = text_in(config, "model_type"), text_in(both, "torch_dtype", "dtype")
         sizes = [_number(both, *keys) for keys in (_LAYERS, _EXPERTS, _HIDDEN, ("vocab_size",))]
     layers, experts, hidden, words = sizes
     parts = (
@@ -388,7 +388,8 @@ def _model(config: Mapping[str, Any] | None, metadata: Mapping[Any, Any]) -> str
     return ", ".join(filter(None, parts))
 
 
-def _text(values: Mapping[Any, Any], *keys: str) -> str | None:
+def text_in(values: Mapping[Any, Any], *keys: str) -> str | None:
+    """Return the first text under the keys."""
     return next((text for key in keys if isinstance(text := values.get(key), str)), None)
 
 

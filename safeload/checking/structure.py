@@ -298,7 +298,7 @@ def _check_unexpected(
         match = schema.find(name)
         is_head = _HEAD.fullmatch(name) is not None if choice.complete else name.partition(".")[0] not in inside
         if match is None or (match.entry.architectures and is_head):
-            if inner is not None and not name.startswith(inner.prefix):
+            if inner is not None and (not name.startswith(inner.prefix) or (is_head and not inner.whole)):
                 outside.append(name)
             elif is_head:
                 heads.append(name)

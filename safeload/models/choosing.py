@@ -14,9 +14,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core import dtypes
+from ..core.names import NUMBER, pattern_of
 from ..core.text import error_about
 from ..errors import UnsupportedError
 from .family import FamilyFile, family_files, mlx_form, with_schema
+from .module_names import unwrapped
+from .renamed import ModelNames
 from .schema import LANGUAGE, LAYER, PREFIX, Config, Schema, SchemaEntry, language_of, listed_in
 
 # Class name of a model: its family, then its head. "LlamaForSequenceClassification" belongs to the family "Llama".
@@ -101,25 +104,45 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
         inner = any(isinstance(value, Mapping) and any(key in value for key in _WIDTHS) for value in config.values())
         yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
-        return  # a model of models, see `choose_inner`
-    listed = [text for text in listed if not str(text).endswith(_WITH_INNER)]
-    stems = {_stem(architecture) for architecture in listed} - {None}
+        return  # a model of models, see `choose_part`
+    stems = {_stem(text) for text in listed if not str(text).endswith(_WITH_INNER)} - {None}
     yield from ((family, False) for family in known if any(_stem(text) in stems for text in family.architectures))
 
 
-def _stem(architecture: Any) -> str | None:
-    short = isinstance(architecture, str) and len(architecture) <= _CLASS_LENGTH
-    match = _CLASS.fullmatch(architecture) if short else None
+def _stem(name: Any) -> str | None:
+    match = _CLASS.fullmatch(name) if isinstance(name, str) and len(name) <= _CLASS_LENGTH else None
     return None if match is None else match[1]
+
+
+def choose_part(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
+    """Choose the schema of a model, with an additional prefix of its names, or of the language model inside it."""
+    choice = choose(config, format, names)
+    return choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
 
 
 def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
     """Choose the schema of the language model inside a model by its nested config."""
+    one_each = {pattern_of(name): name for name in names}.values()
+    known = ModelNames(config, {unwrapped(name): name for name in one_each})
+    stored = {name: place for name, place in known.places.items() if isinstance(place, str)}
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
-        choice = choose(inner, None, names)
-        if choice is not None and (prefix := _inner_prefix(choice.schema, names)) is not None:
-            return Choice(_with_prefix(choice.schema, prefix), False, Inner(inner, key, prefix))
+        if (choice := choose(inner, None, names)) is not None:
+            prefixes = (_inner_prefix(choice.schema, each) for each in (names, stored))
+            if schemas := [_with_prefix(choice.schema, prefix) for prefix in prefixes if prefix is not None]:
+                prefix = schemas[0].prefixes[0]
+                return Choice(_with_stored(schemas[0], schemas[-1], stored), False, Inner(inner, key, prefix))
     return None
+
+
+def _with_stored(schema: Schema, in_memory: Schema, stored: Mapping[str, str]) -> Schema:
+    """Return a schema with the stored names of tensors that transformers renames by rules of the whole model."""
+    matches = ((place, in_memory.find(name)) for name, place in stored.items() if schema.find(place) is None)
+    also = {
+        match.entry.name: pattern_of(place)
+        for place, match in matches
+        if match is not None and match.numbers == (*map(int, NUMBER.findall(place)),)
+    }
+    return schema.with_also(also)
 
 
 def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
@@ -258,12 +281,10 @@ def tied_heads(config: Mapping[str, Any] | None, names: Collection[str]) -> dict
 
 def _of_model(config: Mapping[str, Any], names: Collection[str]) -> tuple[Choice | None, Mapping[str, Any]]:
     """Choose the schema of a model, or of the language model inside it, and return it with its config."""
-    choice, keys = choose(config, None, names), config
-    if choice is None or not any(map(choice.schema.find, names)):
-        choice = choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
-        if choice is not None and choice.inner is not None:
-            keys = {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
-    return choice, keys
+    choice = choose_part(config, None, names)
+    if choice is None or choice.inner is None:
+        return choice, config
+    return choice, {**choice.inner.config, **({TIE: config[TIE]} if isinstance(config.get(TIE), bool) else {})}
 
 
 def is_unclear(config: Mapping[str, Any] | None, pairs: Mapping[str, str]) -> bool:
@@ -358,10 +379,8 @@ def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
 
 def with_dtype(config: Mapping[str, Any], dtype: dtypes.Dtype) -> dict[str, Any]:
     """Return a config with another dtype, nested configurations included."""
-    result = _changed(config, dtype.name)
-    if not any(isinstance(result.get(key), str) for key in _DTYPES):
-        result[_DTYPES[0]] = dtype.name
-    return result
+    stated = any(isinstance(config.get(key), str) for key in _DTYPES)
+    return _changed(config if stated else {**config, _DTYPES[0]: ""}, dtype.name)
 
 
 def _is_config(key: str, value: Any) -> bool:
@@ -369,6 +388,5 @@ def _is_config(key: str, value: Any) -> bool:
 
 
 def _changed(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    result = {key: _changed(value, name) if _is_config(key, value) else value for key, value in config.items()}
-    result.update((key, name) for key in _DTYPES if isinstance(config.get(key), str))
-    return result
+    nested = {key: _changed(value, name) for key, value in config.items() if _is_config(key, value)}
+    return {**config, **nested, **{key: name for key in _DTYPES if isinstance(config.get(key), str)}}

@@ -658,14 +658,8 @@ class FamilyFile:
     @cached_property
     def schema(self) -> Schema:
         """The published tensors, also under their names in memory."""
-        schema, places = Schema.of(self.name, _merged(self.name)), self.in_memory
-        entries = (
-            entry._replace(also=(*entry.also, place.alone))
-            if (place := places.get(entry.name)) is not None and place.alone != entry.name
-            else entry
-            for entry in schema.entries
-        )
-        return replace(schema, entries=tuple(entries)) if places else schema
+        also = {name: place.alone for name, place in self.in_memory.items() if place.alone != name}
+        return Schema.of(self.name, _merged(self.name)).with_also(also)
 
     @cached_property
     def in_memory(self) -> dict[str, InMemory]:

@@ -128,8 +128,7 @@ def _classes() -> dict[str, tuple[tuple[Any, ...], ...]]:
 
 def _prefixes(config: Mapping[str, Any]) -> list[str]:
     """Return the possible attributes of the inner model."""
-    kind = config.get("model_type")
-    return [*(prefix for prefix, kinds in _data()["prefixes"].items() if kind in kinds), _PREFIX]
+    return [*(text for text, kinds in _data()["prefixes"].items() if config.get("model_type") in kinds), _PREFIX]
 
 
 def _rules(config: Mapping[str, Any]) -> Iterator[_Rule]:
@@ -215,25 +214,13 @@ class ModelNames:
 
     def __init__(self, config: Mapping[str, Any] | None, stored: Mapping[str, str]) -> None:
         """Take stored names by their names without wrappers."""
-        self.stored, self._config = stored, config or {}
-        self._rules = tuple(_rules(self._config)) if config else ()
-        self._prefixes = [f"{prefix}." for prefix in _prefixes(self._config)]
+        self.stored = stored
+        self._rules = tuple(_rules(config)) if config else ()
+        self._prefixes = [f"{prefix}." for prefix in _prefixes(config or {})]
+        # The places of the tensors by their names in memory; experts are not stacked. Then the experts in each stack
+        # that transformers makes of them, by the name that `places` has.
+        self.places, self.stacks = self._mapped()
 
-    @cached_property
-    def _renamings(self) -> list[_Rule]:
-        return [rule for rule in self._rules if not rule.kind]
-
-    @cached_property
-    def places(self) -> Mapping[str, Place]:
-        """The places of the tensors by their names in memory; experts are not stacked."""
-        return self._mapped[0]
-
-    @property
-    def stacks(self) -> Mapping[str, Mapping[str, Stacked]]:
-        """The experts in each stack that transformers makes of them, by the name that `places` has."""
-        return self._mapped[1]
-
-    @cached_property
     def _mapped(self) -> tuple[Mapping[str, Place], Mapping[str, Mapping[str, Stacked]]]:
         if not self._rules:
             return self.stored, {}
@@ -292,8 +279,8 @@ class ModelNames:
         if (place := self.places.get(name)) is not None:
             return place
         renamed = name
-        for rule in self._renamings:
-            if (change := rule.apply(renamed)) is not None:
+        for rule in self._rules:
+            if not rule.kind and (change := rule.apply(renamed)) is not None:
                 renamed = change[1][0]
         if (place := self.places.get(renamed)) is None and (place := self.stored.get(name)) is None:
             names = self._bare.get(self._without_prefix(renamed), ())

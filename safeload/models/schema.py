@@ -48,7 +48,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from itertools import product
@@ -328,6 +328,11 @@ class Schema:
             for key, entry in content.get("tensors", {}).items()
         )
         return cls(**{**fields, "name": name, "entries": tuple(entries)})
+
+    def with_also(self, names: Mapping[str, str]) -> Schema:
+        """Return a schema with additional names of tensors, by their names in it."""
+        entries = (e._replace(also=(*e.also, names[e.name])) if e.name in names else e for e in self.entries)
+        return replace(self, entries=tuple(entries))
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[SchemaEntry, str | None, tuple[str, ...]]]]:

@@ -114,6 +114,55 @@ def test_what_is_missing_or_has_another_shape_is_found_under_names_in_memory(nam
         assert ("schema.shape", key) in codes
 
 
+# Language models inside, and their names in files of models that transformers 5.24 writes by rules of the whole model.
+INSIDE = {
+    "Cosmos3OmniForConditionalGeneration": (
+        "qwen3",
+        [
+            ("^model.", ""),
+            ("self_attn.([qkv])_proj", r"self_attn.to_\1"),
+            ("o_proj", "to_out"),
+            ("([qk])_norm", r"norm_\1"),
+        ],
+    ),
+    "Kimi_K25ForConditionalGeneration": ("deepseek_v3", [("^", "language_model."), (".layers.", ".blocks.")]),
+    "QianfanOCRForConditionalGeneration": ("qwen3", [("^", "language_model."), (".layers.", ".encoder.layers.")]),
+    "Nemotron3_5TranscribeForConditionalGeneration": (
+        "nemotron_h",
+        [
+            *[("^backbone", "model"), ("^", "llm."), ("norm_f", "norm"), ("embeddings", "embed_tokens")],
+            ("mixer.(A_log|D|dt_bias)", r"mixer._fp32_params.\1"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+@pytest.mark.parametrize("architecture", INSIDE)
+def test_language_models_inside_have_the_names_of_the_whole_model(architecture, wrapper):
+    name, changes = INSIDE[architecture]
+    text = {key: value for key, value in MODELS[name]["config"].items() if key != "architectures"}
+    config = {"architectures": [architecture], "model_type": "whole", "text_config": text}
+    tensors = {"vision.blocks.0.weight": np.ones((2, 2), np.float32)}
+    for key, array in llama_models.tensors_of(MODELS[name]).items():
+        for old, new in changes:
+            key = re.sub(old, new, key, count=1)
+        tensors[wrapper + key] = array
+    report = safeload.check(tensors, config=config, values=False)
+    assert (report.schema, report.compared) == (name, len(tensors) - 1)
+    assert [x.code for x in (*report.errors, *report.warnings, *report.notes)] == ["schema.unchecked"]
+    for key in {re.sub("[0-9]+", "#", key): key for key in tensors if key != "vision.blocks.0.weight"}.values():
+        lost = {other: array for other, array in tensors.items() if other != key}
+        missing = [(x.code, x.tensor) for x in safeload.check(lost, config=config, values=False).errors]
+        # Without the embedding, the place of the language model is unknown; a model inside can have another head.
+        if not key.endswith(("embed_tokens.weight", "lm_head.weight")):
+            own = key if re.search("[0-9]", key) or name != "nemotron_h" else "model.language_model.norm_f.weight"
+            assert missing == [("schema.missing", own)]
+        longer = {**tensors, key: np.zeros((*tensors[key].shape, 2), np.float32)}
+        wrong = [(x.code, x.tensor) for x in safeload.check(longer, config=config, values=False).errors]
+        assert wrong == [("schema.shape", key)]
+
+
 @pytest.mark.parametrize("name", RENAMES)
 def test_both_become_the_same_gguf(name, folders, tmp_path):
     pytest.importorskip("tokenizers")
