@@ -41,7 +41,7 @@ from ..core.text import PathLike, debug, os_error, plural, show
 from ..core.weight_file import WeightFile
 from ..errors import FormatError, RemotePermissionError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..formats.numbered import other_form
-from ..models.choosing import Choice, choose, choose_for_mlx, choose_inner, choose_prefix
+from ..models.choosing import Choice, choose_for_mlx, choose_part
 from ..models.family import changed_by_mlx
 from ..models.family import load as load_schema
 from ..models.module_names import WRAPPERS, stored_names, wrapped_inside
@@ -168,8 +168,8 @@ def check(
     Errors are: a file that violates its format, or has lost blocks; a missing shard; a zip entry with a wrong CRC-32;
     no tensors; NaN, infinity and values far beyond the rest; missing and unexpected tensors, and wrong shapes,
     according to the config; gaps in the layers; scales of quantized tensors that are not finite or not as expected; a
-    GGUF file that llama.cpp refuses. Warnings are: values outside ``limits``, constant matrices, tensors without
-    elements or axes, layers with different dtypes, an index with a wrong total_size, a tied head with different values.
+    GGUF file that llama.cpp refuses. Warnings are: values outside ``limits``, constant matrices, empty tensors, weights
+    without axes, layers with different dtypes, an index with a wrong total_size, a tied head with different values.
     Notes name skipped checks: for codes that cannot be dequantized, and for heads and models without a schema.
 
     Args:
@@ -403,7 +403,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
             choice = _choose_schema(config, catalog.format, named, options)
         debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
-    report.add(structure.check_sizes(tensors, schema))
+    report.add(structure.check_sizes(tensors))
     quantization = quantization_of(config)
     codes = catalog.find_codes(quantization)  # their values are not checked
     quantized = structure.quantized_parts(quantization, schema, tensors, codes)
@@ -459,7 +459,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
 
 
 def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
-    """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_prefix`."""
+    """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_part`."""
     wrapped = next(filter(wrapped_inside, tensors), None)
     if wrapped is None:
         return tensors
@@ -480,10 +480,7 @@ def _choose_schema(
         return Choice(options.schema, True)
     if options.schema is None or (row is not None and row.own_names):
         return None
-    choice = choose(config, format, named.keys())
-    if choice is None:
-        return choose_inner(config, named.keys())
-    return choose_prefix(choice, config, named.keys()) or choice
+    return choose_part(config, format, named.keys())
 
 
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:
@@ -629,8 +626,7 @@ def _check_packed(
             fault = f"values of {show(names[role])} are not finite numbers >= 0"
             first = f"{scales[tuple(at)]:g} at {at}"
             yield find("quantization.scale", name, bad=int(bad.sum()), total=bad.size, fault=fault, first=first)
-    count = wrapped_zeros(packed)
-    if count:
+    if count := wrapped_zeros(packed):
         yield find("quantization.zero", name, zeros=f"{count:,} zero {'point is' if count == 1 else 'points are'}")
     if zeros_disagree(packed):
         yield find("quantization.zero:format", name)
@@ -638,8 +634,7 @@ def _check_packed(
 
 def check_tied(catalog: Catalog, head: str, embedding: str) -> Iterator[Finding]:
     """Find a head that differs from the embedding that the config ties it to."""
-    abouts = [catalog.about(name) for name in (head, embedding)]
-    if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
+    if any(x.quantized or (x.element is not None and x.element.packed) for x in map(catalog.about, (head, embedding))):
         return
     a, b = catalog.source(head), catalog.source(embedding)
     if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
@@ -717,9 +712,8 @@ def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, option
     readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
-    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE]
-    real = [name for name in large if tensors[name].floating or tensors[name].quantized]
-    tables[_OUTLIERS] = find_outliers(catalog, real, threads)
+    real = (name for name in stats if tensors[name].floating or tensors[name].quantized)
+    tables[_OUTLIERS] = find_outliers(catalog, [name for name in real if stats[name].absmax > OUTLIER_ABOVE], threads)
 
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:

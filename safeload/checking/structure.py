@@ -28,6 +28,7 @@ from ..models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTe
 from ..quant.finder import Codes
 from ..quant.quantization import Quantization
 from .findings import ERROR, WARNING, Finding, find
+from .info import text_in
 
 # Name parts before a layer number, for models without a schema. Other numbers can have gaps: torch's Sequential also
 # counts modules without weights.
@@ -36,6 +37,8 @@ _LEVELS = 8  # of nested layers to check in a name, from the innermost
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
+# Tensors of all layers but the first, in ModernBERT and Inkling 2.
+_NOT_FIRST = ("layers.0.attn_norm.weight", "layers.0.attention_input.query")
 _USUAL = 10  # a tensor is usual if at most a tenth of the layers lack it
 # A layer number this many times the number of layers is a mistake. With a smaller gap, layers can be stored elsewhere.
 _FAR = 1000
@@ -65,17 +68,15 @@ _Axis = tuple[str, int]  # the name of a tensor and an axis; -1 if its number of
 _Layer = tuple[str, int]  # the names of its tensors up to the layer number, and the number
 
 
-def check_sizes(tensors: Descriptions, schema: Schema | None) -> Iterator[Finding]:
-    """Find models without tensors, tensors without elements, and unexpected scalars."""
+def check_sizes(tensors: Descriptions) -> Iterator[Finding]:
+    """Find models without tensors, tensors without elements, and weights that are scalars."""
     if not tensors:
         yield find("model.empty")
     for name, about in tensors.items():
         if 0 in about.shape:
             yield find("tensor.empty", name, shape=list(about.shape))
-        elif not about.shape:
-            match = None if schema is None else schema.find(name)
-            if match is None or match.entry.shape != ():
-                yield find("tensor.scalar", name, dtype=about.dtype)
+        elif not about.shape and name.endswith(".weight"):  # others can be: num_batches_tracked, logit_scale
+            yield find("tensor.scalar", name, dtype=about.dtype)
 
 
 # ---- quantized weights ----
@@ -141,15 +142,28 @@ def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
         least = len(layers) - max(1, len(layers) // _USUAL)
         usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= least]
         # Activations have numbers, too, in a list of convolutions: layers of a model have several modules in common.
-        alike = len({rest.partition(".")[0] for rest in usual if "." in rest}) > 1
-        if alike and count <= 2 * len(layers):
+        if count <= 2 * len(layers) and len({rest.partition(".")[0] for rest in usual if "." in rest}) > 1:
             for layer in sorted(set(range(count)) - layers.keys()):
                 yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
         for layer, parts in sorted(layers.items()):
-            for rest in usual:
+            for rest in _lost(usual, parts, alike=len(layers) >= _USUAL):
                 name = f"{prefix}{layer}.{rest}"
-                if rest not in parts and module_of(name) not in modules:
+                if module_of(name) not in modules and not name.endswith(_NOT_FIRST):
                     yield find("layers.missing", name, count=counts[rest], others=len(layers) - 1)
+
+
+def _lost(usual: Sequence[str], parts: Set[str], *, alike: bool) -> list[str]:
+    """Return the usual tensors that a layer has lost, without those that a layer of another kind replaces or omits.
+
+    A layer of another kind, such as a dense one among layers with experts, has tensors of its own. It can lack modules,
+    as can a stage of a vision model, whose layers are not ``alike``: then a loss is a single tensor.
+    """
+    absent, present = [rest for rest in usual if rest not in parts], parts & {*usual}
+    own = {*map(module_of, parts - present)} - {""}
+    counts = Counter(rest.partition(".")[0] for rest in absent)
+    single = {child for rest in present if counts[child := rest.partition(".")[0]] == 1}
+    every = len(absent) < 2 or (alike and not own)
+    return [rest for rest in absent if module_of(rest) not in own and (every or rest.partition(".")[0] in single)]
 
 
 def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
@@ -451,7 +465,7 @@ def check_gguf(
             except FormatError as fault:
                 findings.append(find("gguf.shape", name, fault=fault))
         return [*findings, find("gguf.unchecked:diffusion", architecture=architecture)], None, None
-    kind, form = _text(metadata, TYPE), rows.gguf_form_of(metadata)
+    kind, form = text_in(metadata, TYPE), rows.gguf_form_of(metadata)
     if form is None or kind in _OTHER_TYPES:
         named = kind in (*_OTHER_TYPES, MMPROJ)
         subject = f"{kind} file" if named else f"architecture {show(architecture)}"
@@ -482,7 +496,7 @@ def check_gguf(
 def _check_keys(metadata: Mapping[Any, Any], form: rows.GgufForm) -> Iterator[tuple[str, Finding]]:
     """Yield missing keys and keys of a wrong type, each with its finding."""
     required = [f"{form.architecture}.{key}" for key in form.required_keys]
-    model = _text(metadata, _TOKENIZER)
+    model = text_in(metadata, _TOKENIZER)
     if not isinstance(form, rows.MmprojForm):
         required += [_TOKENIZER] if model in rows.NO_TOKENS else [_TOKENIZER, _TOKENS]
         required += [_MERGES] if model in ("gpt2", "gemma4") else []
@@ -503,12 +517,6 @@ def _check_keys(metadata: Mapping[Any, Any], form: rows.GgufForm) -> Iterator[tu
 
 # Kinds of NumPy's dtypes by type of an array.
 _ARRAYS = {rows.NUMBERS: "iuf", rows.BOOLS: "b", rows.FLOATS: "f"}
-
-
-def _text(metadata: Mapping[Any, Any], key: str) -> str | None:
-    """Return a text of the metadata; None if it is missing or of another type, such as an array."""
-    value = metadata.get(key)
-    return value if isinstance(value, str) else None
 
 
 def _has_type(value: Any, kind: str) -> bool:
