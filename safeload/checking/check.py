@@ -634,7 +634,8 @@ def _check_packed(
 
 def check_tied(catalog: Catalog, head: str, embedding: str) -> Iterator[Finding]:
     """Find a head that differs from the embedding that the config ties it to."""
-    if any(x.quantized or (x.element is not None and x.element.packed) for x in map(catalog.about, (head, embedding))):
+    abouts = [catalog.about(name) for name in (head, embedding)]
+    if any(about.quantized or (about.element is not None and about.element.packed) for about in abouts):
         return
     a, b = catalog.source(head), catalog.source(embedding)
     if not (isinstance(a, Source) and isinstance(b, Source)) or a.row is not b.row or a.shape != b.shape:
@@ -712,8 +713,9 @@ def _read_values(tables: Tables, catalog: Catalog, tensors: Descriptions, option
     readable = [name for name in tensors if name not in bad]
     stats = measure(catalog, readable, histogram=options.histogram, threads=threads, progress=options.progress)
     tables[_STATS] = stats
-    real = (name for name in stats if tensors[name].floating or tensors[name].quantized)
-    tables[_OUTLIERS] = find_outliers(catalog, [name for name in real if stats[name].absmax > OUTLIER_ABOVE], threads)
+    large = [name for name, row in stats.items() if row.absmax > OUTLIER_ABOVE]
+    real = [name for name in large if tensors[name].floating or tensors[name].quantized]
+    tables[_OUTLIERS] = find_outliers(catalog, real, threads)
 
 
 def _has_error(findings: Iterable[Sequence[Any]]) -> bool:

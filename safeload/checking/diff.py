@@ -606,9 +606,12 @@ def _in_files(catalog: Catalog, names: Sequence[str]) -> tuple[Catalog, Sequence
 
 def _blocks_of(a: Catalog, b: Catalog, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the shapes of the bytes of tensors in equal block types, which are compared byte by byte."""
-    pairs = ((name, a.about(name), b.about(name)) for name in shapes)
-    equal = ((k, x.scheme) for k, x, y in pairs if (x.scheme, x.shape, shapes[k]) == (y.scheme, y.shape, x.shape))
-    return {name: storage_of(scheme, shapes[name], None)[0][1] for name, scheme in equal if scheme is not None}
+    result = {}
+    for name, shape in shapes.items():
+        x, y = a.about(name), b.about(name)
+        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
+            result[name] = storage_of(x.scheme, shape, None)[0][1]
+    return result
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class BoxedTensor:
 def checked(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, zeros: bool = False
 ) -> BoxedTensor:
-    """Return a tensor of boxes that cover it without overlap, but for ``zeros``; replicas and empty boxes are dropped."""
+    """Return a tensor of boxes that cover it, but for ``zeros``, without overlap; drop replicas and empty boxes."""
     error = partial(error_about, path=path, tensor=name)
     if len(shape) > MAX_RANK:
         raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")

@@ -379,8 +379,10 @@ def dtype_in(config: Mapping[str, Any] | None) -> dtypes.Dtype | None:
 
 def with_dtype(config: Mapping[str, Any], dtype: dtypes.Dtype) -> dict[str, Any]:
     """Return a config with another dtype, nested configurations included."""
-    stated = any(isinstance(config.get(key), str) for key in _DTYPES)
-    return _changed(config if stated else {**config, _DTYPES[0]: ""}, dtype.name)
+    result = _changed(config, dtype.name)
+    if not any(isinstance(result.get(key), str) for key in _DTYPES):
+        result[_DTYPES[0]] = dtype.name
+    return result
 
 
 def _is_config(key: str, value: Any) -> bool:
@@ -388,5 +390,6 @@ def _is_config(key: str, value: Any) -> bool:
 
 
 def _changed(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    nested = {key: _changed(value, name) for key, value in config.items() if _is_config(key, value)}
-    return {**config, **nested, **{key: name for key in _DTYPES if isinstance(config.get(key), str)}}
+    result = {key: _changed(value, name) if _is_config(key, value) else value for key, value in config.items()}
+    result.update((key, name) for key in _DTYPES if isinstance(config.get(key), str))
+    return result

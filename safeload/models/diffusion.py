@@ -71,14 +71,16 @@ def has_marks(names: Collection[str], model: DiffusionModel, prefix: str) -> boo
 
 def prefix_of(names: Collection[str]) -> str:
     """Return the prefix of the diffusion model's tensors, "" if they have none."""
-    uniform = names and all(map(methodcaller("startswith", _UNIFORM), names))
-    usual = (prefix for prefix in _PREFIXES if any(map(methodcaller("startswith", prefix), names)))
-    return next(usual, _UNIFORM if uniform else "")
+    for prefix in _PREFIXES:
+        if any(map(methodcaller("startswith", prefix), names)):
+            return prefix
+    return _UNIFORM if names and all(map(methodcaller("startswith", _UNIFORM), names)) else ""
 
 
 def model_of(metadata: Mapping[Any, Any]) -> DiffusionModel | None:
     """Return the row of a GGUF file, or None if it holds no diffusion model."""
-    return diffusion_models().get(str(metadata.get(ARCHITECTURE)))
+    architecture = metadata.get(ARCHITECTURE)
+    return diffusion_models().get(architecture) if isinstance(architecture, str) else None
 
 
 def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:
@@ -88,7 +90,9 @@ def is_rearranged(metadata: Mapping[Any, Any] | None) -> bool:
 
 def original_shape(metadata: Mapping[Any, Any], name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a GGUF tensor before its elements were divided into rows of 256."""
-    if (sizes := metadata.get(key := SHAPE_KEY + name)) is None:
+    key = SHAPE_KEY + name
+    sizes = metadata.get(key)
+    if sizes is None:
         return shape
     if not isinstance(sizes, np.ndarray) or sizes.dtype != np.int32 or not 0 < sizes.size <= _MOST_AXES:
         raise FormatError(f"key {show(key)} must be an array of 1 to {_MOST_AXES} int32, got {show(sizes)}")
