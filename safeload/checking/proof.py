@@ -43,6 +43,7 @@ _UNCOMPARED = ("general.", "safeload.", "quantize.", "split.", "tokenizer.chat_t
 _BOOKKEEPING = {
     *("dtype", "torch_dtype", "quantization", "quantization_config", "compression_config", "transformers_version"),
     *("tie_word_embeddings", "use_cache", "auto_map", "_name_or_path", "_attn_implementation"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),  # mlx-lm takes them from generation_config.json
 }
 _NEWER = {"attention": "full_attention", "mamba": "linear_attention"}  # kinds of layers in transformers 5
 _KINDS = {"experts": "experts", "layers": "layers", "h": "layers", "blk": "layers", "blocks": "layers"}
