@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from itertools import product
 
 import ml_dtypes
@@ -220,11 +221,11 @@ def test_other_heads_are_refused_but_can_be_dropped(name, folder, tmp_path):
         ({"intermediate_size": "absent"}, "intermediate_size is missing"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a number"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a number"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "no rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope parameter factor is missing"),
         ({"rope_parameters": {"rope_type": "yarn", "mscale": 2.0}}, "rope parameter 'mscale' of type yarn"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "no rope type"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "no rope type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "stretched"}}, "no rope type 'stretched'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling differ in 'type'"),
         ({"rope_theta": 0, "rope_parameters": {"rope_type": "llama3"}}, "rope_theta must be above 0"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope parameter factor is missing"),
@@ -659,6 +660,33 @@ def test_windows_that_llama_cpp_ignores_are_a_warning(folder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "safeload"):
         safeload.convert(folder("mistral", sliding_window=64), tmp_path / "x.gguf")
     assert "llama has no sliding windows in llama.cpp" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_dynamic_scaling_of_rotations_counts_only_beyond_the_context(name, folder, tmp_path, caplog):
+    """As in InternLM3: transformers changes no rotation of a text that fits, and llama.cpp has no other rotations."""
+    rope = {"rope_type": "default", "rope_theta": 50000.0}
+    safeload.convert(folder(name, rope_parameters=rope), tmp_path / "plain.gguf")
+    shutil.rmtree(tmp_path / name)
+    older = {"type": "dynamic", "factor": 6.0}
+    source = folder(name, rope_parameters=None, rope_theta=50000.0, rope_scaling=older)
+    safeload.convert(source, tmp_path / "dynamic.gguf")
+    files = [llama_models.described(tmp_path / f"{file}.gguf") for file in ("plain", "dynamic")]
+    assert files[0] == files[1]
+    assert "texts longer than 512 tokens give other results than transformers" in caplog.text
+    assert "llama.cpp has no dynamic scaling of rotations" in caplog.text
+    safeload.convert(tmp_path / "dynamic.gguf", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"] == older
+
+
+def test_a_note_that_a_model_was_trained_with_yarn_changes_nothing(folder, tmp_path):
+    """``finetuned``, as in Yarn-Mistral-7b-128k."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    for name, more in (("plain", {}), ("noted", {"finetuned": True})):
+        source = folder("mistral", rope_parameters=None, rope_theta=10000.0, rope_scaling={**scaling, **more})
+        safeload.convert(source, tmp_path / f"{name}.gguf")
+        shutil.rmtree(source)
+    assert llama_models.described(tmp_path / "plain.gguf") == llama_models.described(tmp_path / "noted.gguf")
 
 
 def test_rows_without_a_token_are_padding(folder, tmp_path):

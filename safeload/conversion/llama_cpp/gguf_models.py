@@ -57,7 +57,7 @@ from ..forms import (
 from ..recipes import Move, TensorRecipe
 from .sentencepiece import MAX_PIECES
 from .settings import ModelConfig, config_of, form_of, has_rotations, rotation_factors, settings_of, settings_of_tower
-from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, skeleton, tokenizer_keys
+from .tokenizer import GENERATION, KEPT, TOKENS, TokenizerFiles, object_at, skeleton, tokenizer_keys
 from .tokenizer_files import kept_json, tokenizer_files
 
 # safeload's keys for the way back.
@@ -150,14 +150,13 @@ def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
     files = TokenizerFiles(_home(catalog))
     tokens = tokenizer_keys(files, config, form, rows)
     recipes, extra = _in_blocks(catalog, recipes, form.architecture) if blocks else (recipes, {})
-    pooling = _pooling(files) if form.pooling else None
     shapes = {name: recipe.shape for name, recipe in recipes.items()}
     metadata = {
         ARCHITECTURE: form.architecture,
         TYPE: "model",
         **_general_keys(files, shapes, config.values, suppresses=form.suppress_tokens),
         **settings,
-        **({} if pooling is None else {f"{form.architecture}.{_POOLING}": gguf.U32(pooling)}),
+        **({f"{form.architecture}.{_POOLING}": gguf.U32(kind)} if form.pooling and (kind := _pooling(files)) else {}),
         mixtures.FILE_TYPE: gguf.U32(0),  # replaced once types are decided
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
         **extra,
@@ -254,8 +253,7 @@ def _processor(files: TokenizerFiles) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, key in _PROCESSORS:
         content = read_if_there((files.folder / name).path, name, files.folder.files) or {}
-        inner = content.get(key)
-        settings |= {**content, **(inner if isinstance(inner, Mapping) else {})}
+        settings |= {**content, **object_at(content, key)}
     for key in ("image_mean", "image_std"):
         if key not in settings:
             raise files.fault(_PROCESSORS[0][0], f"{key} is missing, which llama.cpp needs to prepare images")

@@ -71,11 +71,11 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": {"factor", _ORIGINAL},
     "linear": {"factor"},
-    "yarn": {"factor", _ORIGINAL, "truncate", *chain.from_iterable(_YARN.values())},
+    "yarn": {"factor", _ORIGINAL, "truncate", "finetuned", *chain.from_iterable(_YARN.values())},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
     "longrope": {"short_factor", "long_factor", "factor", _ORIGINAL},
     "proportional": set(),
-    "dynamic": {"factor"},
+    "dynamic": {"factor", _ORIGINAL},
 }
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # Settings of Llama 3.1 and later beside the factor; published models have the first context length.
@@ -113,8 +113,8 @@ class ModelConfig:
     @property
     def headless(self) -> bool:
         """True for a class without a head."""
-        named = [text for text in listed_in(self.values)[:1] if isinstance(text, str)]
-        return any(text.endswith("Model") and "LMHead" not in text for text in named)
+        name = next(iter(listed_in(self.values)), None)
+        return isinstance(name, str) and name.endswith("Model") and "LMHead" not in name
 
     @cached_property
     def rope(self) -> Rope:
@@ -463,6 +463,9 @@ class Rope:
             yield "scaling.type", "none"
             yield "scaling.factor", gguf.F32(1.0)
             yield "scaling.original_context_length", gguf.U32(_STRETCHED)
+        elif self.kind == "dynamic" and self._number("factor") != 1:  # which begins beyond the context
+            text = "llama.cpp has no dynamic scaling of rotations: texts longer than %d tokens give other results"
+            warning(f"{text} than transformers", self.config.size("context_length"))
         if base is not None and base != rope.unless:
             yield "freq_base", gguf.F32(self.config.number(base, "rope_theta"))
         if self.sliding_base is not None or rope.sliding:
@@ -490,7 +493,7 @@ class Rope:
             raise self.config.unsupported(f"partial_rotary_factor is {show(partial)}")
 
     def tensors(self, form: GgufForm) -> dict[str, Array]:
-        if self.kind not in form.rope.types:
+        if self.kind not in form.rope.types and not (self.kind == "dynamic" and "default" in form.rope.types):
             raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
             return {"rope_freqs.weight": self._llama3()}
@@ -604,8 +607,7 @@ def form_of(catalog: Catalog) -> GgufForm:
     for form in gguf_forms().values():
         if form.architecture == architecture and form.chosen_by is not None:
             names = {key.replace(".", "_"): f"{architecture}.{key}" for key in form.keys}
-            keys = {name: names[name] for name in names_in(form.chosen_by)}
-            sizes = {name: _whole_at(catalog, key) for name, key in keys.items()}
+            sizes = {name: _whole_at(catalog, names[name]) for name in names_in(form.chosen_by)}
             try:
                 chosen = Config(sizes, {}, METADATA).evaluate(form.chosen_by)
             except ConfigError as error:
