@@ -7,7 +7,7 @@ static int32_t plan_convert(const sl_job *job, sl_plan *plan, sl_error *error) {
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from dtype %d to %d", job->from, job->to);
     uint64_t unit = sl_conversion_unit(&plan->conversion), block_bytes = sl_dtype_bytes(plan->conversion.from, unit);
     uint64_t size = sl_dtype_bytes(plan->conversion.to, job->size / block_bytes * unit);
-    plan->streams = plan->conversion.to->bits > 0 && sl_stream_pays(job->memory, size);
+    plan->streams = plan->conversion.to->bits > 0 && sl_stream_pays(job->memory, size, SL_STREAM_FROM);
     return sl_plan_pieces(job, unit, unit, unit, plan, error);
 }
 

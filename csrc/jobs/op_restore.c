@@ -118,7 +118,8 @@ static int32_t plan_restore(const sl_job *job, sl_plan *plan, sl_error *error) {
     if (to == NULL || (job->to != SL_F32 && !sl_conversion_find(plan->tier, SL_F32, job->to, &plan->conversion)))
         return sl_fail(error, SL_E_ARGUMENT, -1, "no conversion from f32 to dtype %d", job->to);
     uint64_t unit = (uint64_t)to->block;
-    plan->streams = to->bits > 0 && sl_stream_pays(job->memory, sl_dtype_bytes(to, job->size / sizeof(float)));
+    plan->streams = to->bits > 0 &&
+                    sl_stream_pays(job->memory, sl_dtype_bytes(to, job->size / sizeof(float)), SL_STREAM_FROM);
     if (sl_packed_in_tiles(job->packed)) return plan_tiles(job, unit, plan, error);
     if (unit < sl_packed_unit(job)) unit = sl_packed_unit(job); /* both are powers of two */
     return sl_plan_pieces(job, unit, unit, unit, plan, error);

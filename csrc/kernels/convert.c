@@ -58,7 +58,7 @@ int32_t sl_convertible(int32_t from, int32_t to) {
 int32_t sl_convert(int32_t tier, int32_t from, int32_t to, const void *source, void *destination, uint64_t count) {
     sl_conversion conversion;
     if (!sl_tier_available(tier) || !sl_conversion_find(tier, from, to, &conversion)) return SL_E_ARGUMENT;
-    if (sl_stream_pays(destination, sl_dtype_bytes(conversion.to, count))) {
+    if (sl_stream_pays(destination, sl_dtype_bytes(conversion.to, count), SL_STREAM_FROM)) {
         sl_conversion_stream(&conversion, source, destination, (size_t)count);
         sl_stream_end();
     } else

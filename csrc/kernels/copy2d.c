@@ -71,6 +71,9 @@ SL_INLINE lanes upper(size_t element, lanes a, lanes b) {
  * its destination. */
 #define LINE ((uint64_t)64)
 
+/* Adjacent lines that are stored past the cache together: single ones, each in another row, take twice as long. */
+#define STREAM_LINES ((uint64_t)4)
+
 static sl_plane at(sl_plane plane, uint64_t row, uint64_t column) {
     plane.memory += (int64_t)row * plane.row + (int64_t)column * plane.column;
     return plane;
@@ -121,20 +124,22 @@ SL_INLINE void transpose_registers(size_t element, const uint8_t *in, int64_t in
     SL_UNROLL for (size_t i = 0; i < side; i++) store(out + (int64_t)i * out_step, a[i]);
 }
 
-/* Transposes a square with whole lines on both sides, through a block in the first-level cache: if strides are powers
- * of two, the lines of either side would evict each other before they are complete. */
-SL_INLINE void transpose_square(size_t element, sl_plane source, sl_plane destination) {
-    const uint64_t side = LINE / element, step = sizeof(lanes) / element;
-    uint8_t block[LINE * LINE];
-    for (uint64_t c = 0; c < side; c += step)
+/* Transposes squares with whole lines on both sides, which lie side by side in the destination, through a block in the
+ * first-level cache: if strides are powers of two, the lines of either side would evict each other before they are
+ * complete. `squares` is a constant at each call. */
+SL_INLINE void transpose_block(size_t element, uint64_t squares, sl_plane source, sl_plane destination) {
+    const uint64_t side = LINE / element, step = sizeof(lanes) / element, run = squares * LINE;
+    uint8_t block[STREAM_LINES * LINE * LINE];
+    for (uint64_t c = 0; c < squares * side; c += step)
         for (uint64_t r = 0; r < side; r += step)
-            transpose_registers(element, at(source, r, c).memory, source.column, block + r * LINE + c * element, LINE);
+            transpose_registers(element, at(source, r, c).memory, source.column, block + r * run + c * element,
+                                (int64_t)run);
     for (uint64_t r = 0; r < side; r++) {
         uint8_t *out = at(destination, r, 0).memory;
         if (destination.streams)
-            sl_stream_copy(out, block + r * LINE, LINE);
+            sl_stream_copy(out, block + r * run, run);
         else
-            memcpy(out, block + r * LINE, LINE);
+            memcpy(out, block + r * run, run);
     }
 }
 
@@ -145,11 +150,16 @@ SL_INLINE void transpose_squares(size_t element, uint64_t rows, uint64_t columns
                                  sl_plane destination) {
     const uint64_t side = LINE / element;
     for (uint64_t r = 0; r + side <= rows; r += side)
-        for (uint64_t c = 0; c + side <= columns; c += side) {
-            for (uint64_t k = 0; k < side && r + side < rows; k++) SL_PREFETCH(at(source, r + side, c + k).memory);
+        for (uint64_t c = 0, across; c + side <= columns; c += across) {
+            bool wide = destination.streams && c + STREAM_LINES * side <= columns;
+            across = wide ? STREAM_LINES * side : side;
+            for (uint64_t k = 0; k < across && r + side < rows; k++) SL_PREFETCH(at(source, r + side, c + k).memory);
             for (uint64_t k = 0; k < side && rows < 2 * side && c + 3 * side <= columns; k++)
                 SL_PREFETCH(at(source, r, c + 2 * side + k).memory);
-            transpose_square(element, at(source, r, c), at(destination, r, c));
+            if (wide)
+                transpose_block(element, STREAM_LINES, at(source, r, c), at(destination, r, c));
+            else
+                transpose_block(element, 1, at(source, r, c), at(destination, r, c));
         }
 }
 

@@ -3,9 +3,6 @@
 
 #include "platform/platform.h"
 
-/* Smaller buffers can stay in the last level of the cache until they are used; glibc's memcpy begins near this, too. */
-#define STREAM_FROM ((uint64_t)24 << 20)
-
 #if defined(__SSE2__) || defined(_M_X64) /* MSVC does not define __SSE2__ */
 #include <emmintrin.h>
 
@@ -29,8 +26,8 @@ void sl_stream_copy(void *destination, const void *source, size_t size) {
 
 void sl_stream_end(void) { _mm_sfence(); }
 
-bool sl_stream_pays(const void *memory, uint64_t size) {
-    return size >= STREAM_FROM && sl_platform_present(memory, size);
+bool sl_stream_pays(const void *memory, uint64_t size, uint64_t from) {
+    return size >= from && sl_platform_present(memory, size);
 }
 
 #else
@@ -39,9 +36,10 @@ void sl_stream_copy(void *destination, const void *source, size_t size) { memcpy
 
 void sl_stream_end(void) {}
 
-bool sl_stream_pays(const void *memory, uint64_t size) {
+bool sl_stream_pays(const void *memory, uint64_t size, uint64_t from) {
     (void)memory;
     (void)size;
+    (void)from;
     return false;
 }
 

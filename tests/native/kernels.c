@@ -792,14 +792,14 @@ static void check_presence(void) {
     uint8_t *memory = sl_memory_alloc(size);
     EXPECT(memory != NULL);
     if (memory == NULL) return;
-    EXPECT(!sl_platform_present(memory, size) && !sl_stream_pays(memory, size));
+    EXPECT(!sl_platform_present(memory, size) && !sl_stream_pays(memory, size, 1));
     memset(memory, 1, (size_t)size / 2);
     EXPECT(!sl_platform_present(memory, size));
     memset(memory, 1, (size_t)size);
 #if defined(__linux__)
     EXPECT(sl_platform_present(memory, size) && sl_platform_present(memory + 1, size - 1));
 #endif
-    EXPECT(!sl_platform_present(memory, 0) && !sl_stream_pays(memory, 1 << 20));
+    EXPECT(!sl_platform_present(memory, 0) && !sl_stream_pays(memory, 1 << 20, 1));
     sl_memory_free(memory, size);
 }
 

@@ -1,4 +1,4 @@
-"""Results of more than 24 MiB in memory that has been used are stored past the cache: the same bytes, none outside."""
+"""Large results in memory that has been used are stored past the cache: the same bytes, none outside. Most from 24 MiB."""
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +34,22 @@ def test_packed_codes(layout, options):
         jobs.Batch([job._replace(packed=case.prepared())]).run(threads=3)
 
     assert np.array_equal(large(case.values.nbytes, fill), case.values.astype("<f4").view(np.uint8).ravel())
+
+
+@pytest.mark.parametrize("code", ["U8", "U16", "U32", "U64"])
+@pytest.mark.parametrize("shape", [(2112, 4224), (2083, 4219)])
+def test_transposed_matrices(shape, code):
+    """From 8 MiB on; several lines of a row are stored together."""
+    row = dtypes.BY_CODE[code]
+    size, (rows, columns) = row.block_bytes, shape
+    values = np.random.default_rng(0).integers(0, 256, (rows, columns * size), np.uint8).view(f"<u{size}")
+
+    def fill(address):
+        strides = columns * size, size, size, rows * size
+        job = jobs.Job(None, values.ctypes.data, address, values.nbytes, row.number, row.number, lib.SL_OP_GRID)
+        jobs.Batch([job._replace(grid=jobs.JobGrid(rows, columns, strides))]).run(threads=3)
+
+    assert np.array_equal(large(values.nbytes, fill), np.ascontiguousarray(values.T).view(np.uint8).ravel())
 
 
 @pytest.mark.parametrize("transpose", [False, True])
