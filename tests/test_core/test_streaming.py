@@ -1,4 +1,4 @@
-"""Large results in memory that has been used are stored past the cache: the same bytes, none outside. Most from 24 MiB."""
+"""Large results in used memory are stored past the cache, most from 24 MiB: the same bytes, none outside."""
 
 import ml_dtypes
 import numpy as np
