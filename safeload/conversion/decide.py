@@ -18,7 +18,7 @@ from ..core.files import Location
 from ..core.load import parse_target
 from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.opening import Verify
-from ..core.packing import MLX, SCALE, SCHEMES
+from ..core.packing import CODES, MLX, SCALE, SCHEMES
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
@@ -855,6 +855,9 @@ class Decider:
         """Apply the rules to a tensor and record the outcome for the summary."""
         assert self._rules is not None
         planned = self._rules.plan(name, tensor)
+        packed = self._catalog.packed(name) if tensor.packed else None
+        if packed is not None and packed.parts[CODES].row.name == planned.scheme:  # blocks, and the scale of the tensor
+            planned = Planned(None, f"is already {planned.scheme}", already=True)
         factor, _ = scales_beside(name)
         if planned.scheme == "nvfp4" and self._request.format == "gguf" and factor in self._descriptions:
             planned = Planned(None, f"would have {factor} as the factor of its blocks")
@@ -916,7 +919,7 @@ class Decider:
         if row is None:
             return Decision()
         if tensor.packed:
-            if self._target is None and self._rules is None:
+            if planned.already or (self._target is None and self._rules is None):
                 return Decision()
             row = _F32
         elif tensor.scheme is not None and (self._target is None or planned.already):

@@ -342,6 +342,22 @@ def test_codes_of_a_checkpoint_are_no_blocks_of_the_same_name(tmp_path, source, 
 # ---- towards GGUF and from it ----
 
 
+@pytest.mark.parametrize("target", ["x.gguf", "x.safetensors"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"raw": True}])
+def test_blocks_with_the_scale_of_a_tensor_stay_if_their_type_is_asked_for(tmp_path, target, options):
+    source, blocks = (
+        DATA / "quantized" / "gguf_nvfp4" / "model.gguf",
+        ["blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"],
+    )
+    report = safeload.convert(source, tmp_path / target, quantize="nvfp4", **options)
+    assert [name for name, why in report.summary.kept.items() if why == "is already nvfp4"] == blocks
+    before, after = (safeload.load(path, stored=True) for path in (source, tmp_path / target))
+    for name in blocks:
+        scale = name.replace("weight", "scale")
+        assert after[name].data.tobytes() == before[name].data.tobytes()
+        assert after[scale].tobytes() == before[scale].tobytes()
+
+
 def test_codes_do_not_move_if_columns_change_places(tmp_path):
     pytest.importorskip("tokenizers")
     model = llama_models.listed()["qwen3_5"]  # with columns of linear_attn.out_proj in another order
