@@ -856,7 +856,8 @@ class Decider:
         assert self._rules is not None
         planned = self._rules.plan(name, tensor)
         packed = self._catalog.packed(name) if tensor.packed else None
-        if packed is not None and packed.parts[CODES].row.name == planned.scheme:  # blocks, and the scale of the tensor
+        blocks = None if planned.scheme is None else dtypes.BLOCK_TYPES.get(planned.scheme)
+        if packed is not None and packed.parts[CODES].row is blocks:  # with the scale of the tensor beside them
             planned = Planned(None, f"is already {planned.scheme}", already=True)
         factor, _ = scales_beside(name)
         if planned.scheme == "nvfp4" and self._request.format == "gguf" and factor in self._descriptions:

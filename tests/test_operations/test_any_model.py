@@ -137,6 +137,7 @@ def test_fused_experts_in_another_order_are_refused_by_name(tmp_path):
             "model.language_model.layers.0.self_attn.q_proj",
         ),
     ],
+    ids=["head", "head of a part", "layer of a part"],
 )
 def test_unquantized_modules_have_the_names_of_transformers_too(tmp_path, name, class_name, model_type, stored, loaded):
     weights = {f"{module}.weight": matrix(128, HIDDEN, 1).astype(BF16) for module in (stored, "layers.0.dense")}
