@@ -799,7 +799,7 @@ static void check_presence(void) {
 #if defined(__linux__)
     EXPECT(sl_platform_present(memory, size) && sl_platform_present(memory + 1, size - 1));
 #endif
-    EXPECT(!sl_platform_present(memory, 0) && !sl_stream_pays(memory, 1 << 20, 1));
+    EXPECT(!sl_platform_present(memory, 0) && !sl_stream_pays(memory, 1 << 20, SL_STREAM_FROM));
     sl_memory_free(memory, size);
 }
 
