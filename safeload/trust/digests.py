@@ -38,7 +38,6 @@ from ..core.opening import Signature, Verify
 from ..core.text import PathLike, error_about, folder_names, needed, show
 from ..errors import FormatError, VerificationError, one_line
 from ..quant.quantization import mapping
-from ..remote.hub_cache import place_in_cache
 from ..remote.places import places_of
 
 # Key of the signed statement in a bundle.
@@ -447,8 +446,9 @@ def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
     manifest = None if files.remote or os.path.lexists(signature) else next(filter(os.path.isfile, own), None)
     if manifest is not None:
         return _expected(manifest, LOCAL, None, path, files, tensors=tensors)
-    cached = None if files.remote else place_in_cache(path)
-    if path.startswith("hf://") or (cached is not None and cached[2] == "snapshots"):
+    above = () if files.remote else Path(os.path.abspath(path)).parents
+    beside_blobs = (os.path.isdir(folder.with_name("blobs")) for folder in above if folder.name == "snapshots")
+    if path.startswith("hf://") or any(beside_blobs):  # or in the Hub's cache
         return Expected(HUB)
     if files.remote:
         text = "nothing to verify against: for a URL, pass the path of a manifest or a safeload.Signature"
