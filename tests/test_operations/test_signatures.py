@@ -262,7 +262,7 @@ def test_a_file_that_is_no_signature_is_not_replaced(model, capsys):
     assert sign(model, "--key", model / "missing.pem") == 1
     assert sign(model / "missing", "--key", SECRET) == 1
     assert sign(model, "--key", SECRET, "--chain", KEY) == 2
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         sign(model, "--key", SECRET, "--shard-size", 0)
 
 
