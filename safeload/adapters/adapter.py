@@ -397,7 +397,7 @@ class Heads(NamedTuple):
 def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, names: Collection[str]) -> Heads:
     """Decide which tied heads of a base get weights of their own."""
     pairs = tied_heads(config, names)
-    untied = {}
+    untied: dict[str, str] = {}
     if is_unclear(config, pairs):
         for adapter in adapters:
             for module, parts in adapter.modules.items():
@@ -405,8 +405,10 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
                     text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
                     text += "an embedding, but their names are not known, so the head would change too"
                     raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
-    known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs) if pairs})
-    for adapter in adapters if pairs else ():
+    if not pairs:
+        return Heads(pairs, untied)
+    known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs)})
+    for adapter in adapters:
         own = modules_by_tensor(adapter, known.find)
         for head, embedding in pairs.items():
             name = _changed_alone(adapter, own, (head, embedding))

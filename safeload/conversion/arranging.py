@@ -8,7 +8,6 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
-from ..core.names import grouped
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -175,9 +174,10 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
 
 def _check_layers(recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: MlxForm, title: str) -> None:
     """Refuse layers that mlx-lm does not have, and layers without what it has in each."""
-    layers = grouped(
-        (name for name in recipes if without_numbers(name)[1]), lambda name: int(without_numbers(name)[1][0])
-    )
+    layers: dict[int, list[str]] = {}
+    for name in recipes:
+        if numbers := without_numbers(name)[1]:
+            layers.setdefault(int(numbers[0]), []).append(name)
     known = config.find(form.keys["block_count"].config) is not None  # else mlx-lm refuses the config by itself
     count = config.size("block_count") if known else len(layers)
     beyond = min((layer for layer in layers if layer >= count), default=None)

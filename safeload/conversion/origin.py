@@ -36,7 +36,7 @@ from ..quant.quantization import BESIDE
 from ..remote.hub_cache import COMMIT, place_in_cache
 from .sink import DIGITS, LARGEST_EXTRA, is_extra
 
-if TYPE_CHECKING:  # `info` imports this module, but not these
+if TYPE_CHECKING:  # the commands that verify import this module, but not these
     from .catalog import Catalog
     from .decide import ConvertRequest
 
@@ -109,7 +109,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     file = next(iter(checkpoint.weight_files), None)
     if file is None or not file.files.remote:
         about = {"name": os.path.basename(os.path.abspath(checkpoint.path))}
-        kind, repository, _, revision = place_in_cache(checkpoint.path) or ("", "", "", "")
+        kind, repository, revision = place_in_cache(checkpoint.path) or ("", "", "")
         if kind != "models" or "/" not in repository or not COMMIT.fullmatch(revision):
             return about
     else:

@@ -122,11 +122,11 @@ def choose_part(config: Mapping[str, Any] | None, format: str | None, names: Col
 
 def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
     """Choose the schema of the language model inside a model by its nested config."""
-    one_each = {pattern_of(name): name for name in names}.values()
-    known = ModelNames(config, {unwrapped(name): name for name in one_each})
-    stored = {name: place for name, place in known.places.items() if isinstance(place, str)}
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         if (choice := choose(inner, None, names)) is not None:
+            one_each = {pattern_of(name): name for name in names}.values()
+            known = ModelNames(config, {unwrapped(name): name for name in one_each})
+            stored = {name: place for name, place in known.places.items() if isinstance(place, str)}
             prefixes = (_inner_prefix(choice.schema, each) for each in (names, stored))
             if schemas := [_with_prefix(choice.schema, prefix) for prefix in prefixes if prefix is not None]:
                 prefix = schemas[0].prefixes[0]

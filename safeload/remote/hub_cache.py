@@ -29,7 +29,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9._-]{1,96}(?:/[A-Za-z0-9._-]{1,96})?", re.A
 _FOLDER = re.compile(r"models--([A-Za-z0-9._-]{1,200})", re.ASCII)
 _SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.[a-z]+)", re.ASCII | re.DOTALL)
 # Where a path enters a repository: its kind and name, with "--" for "/", and a commit or blob.
-_INSIDE = re.compile(r"(?<![^/])(models|datasets|spaces)--([^/]+)/(snapshots|blobs)(?![^/])/?([^/]*)", re.ASCII)
+_INSIDE = re.compile(r"(?<![^/])(models|datasets|spaces)--([^/]+)/(?:snapshots|blobs)(?![^/])/?([^/]*)", re.ASCII)
 # Maximum number of files in a snapshot.
 MAX_FILES = 100_000
 _TREE_VERSION = 1
@@ -74,10 +74,10 @@ def snapshot_of(path: str) -> str | None:
     return os.path.join(snapshots, revisions[0]) if revisions else None
 
 
-def place_in_cache(path: str) -> tuple[str, str, str, str] | None:
-    """Return kind, name, "snapshots" or "blobs", and commit or blob, of a path in any cache; None for other paths."""
+def place_in_cache(path: str) -> tuple[str, str, str] | None:
+    """Return kind, name, and commit or blob of a path in any cache; None for other paths."""
     match = _INSIDE.search(os.path.abspath(path).replace(os.sep, "/"))
-    return None if match is None else (match[1], match[2].replace("--", "/", 1), match[3], match[4])
+    return None if match is None else (match[1], match[2].replace("--", "/", 1), match[3])
 
 
 class CachedRepository:
