@@ -553,9 +553,9 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if request.root not in (None, CONSTANTS):
         text = f"no container {show(request.root)}; an ONNX model has {show(CONSTANTS)}, the tensors of Constant nodes"
         raise error_about(TensorNotFoundError, text, path=file.path)
-    tensors = model.initializers if request.root is None else model.constants
+    tensors = model.constants if request.root or not model.initializers else model.initializers
     notes = []
-    if request.root is None and model.constants:
+    if tensors is model.initializers and model.constants:
         count = plural(len(model.constants), "tensor")
         notes.append(f'Constant nodes hold {count} that are not opened: pass root="{CONSTANTS}" for these instead')
     try:

@@ -101,6 +101,17 @@ def test_graphs_in_nodes_have_their_names_and_constants_a_root():
         safeload.open(path, root="x")
 
 
+def test_a_graph_without_initializers_opens_its_constant_nodes(tmp_path):
+    path = tmp_path / "paddle.onnx"
+    path.write_bytes(model(graph(nodes=[constant("conv.w", tensor("", A))])))
+    opened = safeload.open(path)
+    assert opened.notes == []
+    check_tensors(opened, opened.load(), {"conv.w": A})
+    assert safeload.check(path).ok
+    safeload.convert(path, tmp_path / "out.safetensors")
+    np.testing.assert_array_equal(safeload.load(tmp_path / "out.safetensors")["conv.w"], A)
+
+
 @pytest.mark.parametrize("kind", [21, 22, 23, 25, 26, 27, 28])
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_tensor_without_rows_keeps_its_axes(kind, raw, tmp_path):
