@@ -66,7 +66,8 @@ _MODULE = ("_parameters", "_buffers", "_modules")
 SCRIPT = "__torch__."
 # What `torch.compile` makes of a module, and the name of that module inside.
 _COMPILED, _COMPILED_FROM = "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod"
-# Arguments of a call to search for a storage.
+_GRAPH_MODULE = "torch.fx.graph_module.reduce_graph_module"  # called with the state of a `torch.fx.GraphModule`
+# Arguments of a call to search for a storage, or to copy: many calls can share a tuple.
 _FIRST_ARGS = 8
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -147,6 +148,8 @@ class Tree:
     def _begin(self, value: Any) -> tuple[_Node, list[Link], Iterator[Link]]:
         """Return the node of a container and its links, after a module has got the names of its state dict."""
         if type(value) is Inert:
+            if value.name == _GRAPH_MODULE and value.state is None and 0 < len(value.args) <= _FIRST_ARGS:
+                value.state, value.args = value.args[0], value.args[1:]
             state = value.state if type(value.state) is dict else {}
             members = (part for part in map(state.get, _MODULE) if type(part) is dict)
             self._members += len(state) + sum(map(len, members))
@@ -159,9 +162,8 @@ class Tree:
 
     def outside(self, named: Collection[int]) -> Iterator[str]:
         """Iterate over the names of module tensors outside their state dicts, without those with an id in ``named``."""
-        for name, tensor in islice((pair for node in self._outside for pair in self.tensors(node.value)), 1_000):
-            if id(tensor) not in named:
-                yield name
+        pairs = islice((pair for node in self._outside for pair in self.tensors(node.value)), 1_000)
+        return (name for name, tensor in pairs if id(tensor) not in named)
 
     def _finish(self, node: _Node, links: list[Link]) -> None:
         """Complete the node of a container after the nodes of the containers below."""
@@ -191,8 +193,7 @@ class Tree:
         for count, (limit, unit) in zip((node.depth, node.values, node.tensors, node.text), self._limits, strict=True):
             if count > limit:
                 raise self._too_many(limit, unit)
-        if kept:
-            node.links = kept
+        node.links = kept or ()
         node.plain = self._plain(node, links)
 
     def _too_many(self, limit: int, unit: str) -> LimitError:
@@ -206,9 +207,8 @@ class Tree:
         if text is None:
             text = self._texts[id(step)] = str(self._leaf(step))
             self._text_size += len(text)
-            limit, unit = self._limits[-1]
-            if self._text_size > limit:  # for example keys that hold one long value in many tuples
-                raise self._too_many(limit, unit)
+            if self._text_size > self._limits[-1][0]:  # for example keys that hold one long value in many tuples
+                raise self._too_many(*self._limits[-1])
         return text
 
     def _leaf(self, value: Any) -> Any:
@@ -368,7 +368,7 @@ def _holds_storage(value: Inert) -> bool:
 def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
     """Give the tensors of a pickled `torch.nn.Module` the names of its `state_dict`; return False for other objects."""
     state = value.state
-    if value.name == _COMPILED and value.args and state is None and not value.items:
+    if value.name == _COMPILED and state is None and not value.items and 0 < len(value.args) <= _FIRST_ARGS:
         value.items, value.args = {_COMPILED_FROM: value.args[0]}, value.args[1:]
         return True
     if type(state) is not dict or value.items:

@@ -1,6 +1,7 @@
 """Pickled modules and TorchScript have the names of their `state_dict`, and tensor subclasses give plain tensors."""
 
 import sys
+import time
 import types
 import warnings
 import zipfile
@@ -315,6 +316,28 @@ def test_compiled_modules(nested, tmp_path, monkeypatch):
     torch.save({"model": model} if nested else model, path)
     wanted = {f"_orig_mod.{name}": tensor for name, tensor in inner.state_dict().items()}
     same(safeload.load(path, unknown_globals="inert", root="model" if nested else None), wanted)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_traced_modules(nested, tmp_path):
+    inner, path = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), tmp_path / "m.pt"
+    model = torch.fx.symbolic_trace(inner)
+    torch.save({"model": model} if nested else model, path)
+    same(safeload.load(path, unknown_globals="inert", root="model" if nested else None), inner.state_dict())
+
+
+@pytest.mark.parametrize(
+    "function", ["torch._dynamo.eval_frame OptimizedModule", "torch.fx.graph_module reduce_graph_module"]
+)
+def test_calls_that_share_long_arguments_copy_none(function, tmp_path):
+    """A copy of 100,000 arguments for each of 20,000 calls takes minutes."""
+    path = tmp_path / "m.pkl"
+    name = "c{}\n{}\n".format(*function.split()).encode()
+    path.write_bytes(b"\x80\x02(" + b"K\x01" * 100_000 + b"tp1\n0" + b"(" + (name + b"g1\nR") * 20_000 + b"l.")
+    began = time.process_time()
+    with pytest.raises(safeload.SafeloadError, match="values when shared containers are unfolded"):
+        safeload.open(path, unknown_globals="inert")
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize("value", [nn.LazyLinear(2), torch.empty(2, device="meta")], ids=["lazy", "meta"])
