@@ -64,7 +64,7 @@ def sizes(source: Given) -> Sizes:
                 if plan.scheme is not None:
                     parts = storage_of(plan.scheme, about.shape, usual_axis(plan.scheme, about.shape))
                     nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in filter(None, parts))
-                elif about.scheme is not None and not about.packed:
+                elif about.codes is not None:
                     nbytes = about.nbytes  # blocks and int8 stay as stored
                 else:
                     nbytes = _converted(about, dtypes.BY_CODE["F32"])

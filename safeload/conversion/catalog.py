@@ -38,7 +38,7 @@ from ..core.memory import private_array
 from ..core.names import Patterns, choose, select
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
-from ..core.packing import CODES, INT8, Packed, Part, scheme_row
+from ..core.packing import CODES, INT8, SCHEMES, Packed, Packing, Part, scheme_row
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
@@ -72,12 +72,22 @@ class TensorDescription(NamedTuple):
     floating: bool  # whether the elements are real floating-point numbers
     scheme: str | None = None  # of a quantized tensor
     axis: int | None = None  # of int8 with per-axis scales
-    packed: bool = False  # whether it is packed as in published checkpoints
+    packing: Packing | None = None  # if it is packed as in published checkpoints
 
     @property
     def quantized(self) -> bool:
         """True for int8 with scales, and for blocks."""
         return self.scheme is not None
+
+    @property
+    def packed(self) -> bool:
+        return self.packing is not None
+
+    @property
+    def codes(self) -> str | None:
+        """The scheme of its codes, which blocks with a scale beside them have too; None for other packed codes."""
+        codes = self.scheme if self.packing is None else self.packing.numbers
+        return codes if self.packing is None or codes in SCHEMES else None
 
     @property
     def code(self) -> str:
@@ -98,9 +108,9 @@ def about_value(name: str, value: Any) -> TensorDescription:
     if isinstance(value, Mapping):
         raise not_an_array(tensor_named(name), value)
     if isinstance(value, QuantizedTensor):
-        scheme, packed = value.scheme, value.packing is not None
-        row = dtypes.BY_NAME[value.data.dtype.name] if packed else scheme_row(scheme)
-        return TensorDescription(name, scheme, value.shape, value.nbytes, row, False, scheme, value.axis, packed)
+        scheme, kind = value.scheme, value.packing
+        row = scheme_row(scheme) if kind is None else dtypes.BY_NAME[value.data.dtype.name]
+        return TensorDescription(name, scheme, value.shape, value.nbytes, row, False, scheme, value.axis, kind)
     array = as_array(value, name)
     stored = dtypes.row_of(array.dtype)
     # Packed elements take one byte each in memory, unlike in files.
@@ -110,7 +120,7 @@ def about_value(name: str, value: Any) -> TensorDescription:
 
 
 # Fields of the description of a plain tensor by dtype number: the name of the dtype, and all after its bytes.
-_PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, False)) for number, row in dtypes.BY_NUMBER.items()}
+_PLAIN_FIELDS = {number: (row.name, (row, row.floating, None, None, None)) for number, row in dtypes.BY_NUMBER.items()}
 
 
 class Made(NamedTuple):
@@ -364,8 +374,8 @@ class Catalog:
             return TensorDescription(name, unknown.label, unknown.shape, end - begin, row, False, unknown.label)
         shape, scale, packed = table.shape(index), table.scales.get(index), table.packed.get(index)
         if packed is not None:
-            label = packed.packing.label
-            return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, True)
+            kind, label = packed.packing, packed.packing.label
+            return TensorDescription(name, label, shape, packed.nbytes, row, False, label, None, kind)
         nbytes = row.nbytes(math.prod(shape))
         if scale is not None:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
@@ -409,6 +419,10 @@ class Catalog:
     def made(self, name: str) -> Made | None:
         """Return how a tensor is made, or None if its values are those of a file or of a dict."""
         return self.rows.get(name)
+
+    def sources_of(self, name: str) -> list[str]:
+        """Return the stored tensors that a tensor is made of."""
+        return [name]
 
     def check_kept(self, name: str) -> None:
         """Refuse a tensor if it cannot stay as it is stored."""

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
@@ -18,7 +18,7 @@ from ..core.files import Location
 from ..core.load import parse_target
 from ..core.names import Patterns, Renames, Selection, check_matches
 from ..core.opening import Verify
-from ..core.packing import CODES, MLX, SCALE, SCHEMES
+from ..core.packing import MLX, SCALE, SCHEMES
 from ..core.progress import Progress
 from ..core.registry import BY_NAME, KERAS, SAFETENSORS, WrittenName, row_of
 from ..core.runtime import paused
@@ -127,8 +127,20 @@ class ConvertRequest(NamedTuple):
     record: bool = False
 
     def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
-        """Return the names of the selected tensors; patterns can also match the names in ``more``."""
-        return catalog.choose(self.options["names"], self.options["only"], self.options["drop"], more)
+        """Return the names of the selected tensors, and of the scales of their activations unless these are dropped.
+
+        Patterns can also match names of scales, and those in ``more``.
+        """
+        only, drop = self.options["only"], self.options["drop"]
+        chosen = dict.fromkeys(catalog.choose(self.options["names"], only, drop, [*more, *catalog.ignored]))
+        if catalog.ignored and self.selecting:
+            dropped = Selection(None, drop)
+            for scale, owner in ((scale, finder.owner_of(scale, catalog)) for scale in catalog.ignored):
+                if owner in chosen and dropped.takes(scale):
+                    chosen[scale] = None
+                elif owner is not None and not self.by_name:
+                    chosen.pop(scale, None)
+        return [*chosen]
 
 
 def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> ConvertRequest:
@@ -448,7 +460,7 @@ def _selected(catalog: Catalog, request: ConvertRequest) -> tuple[Catalog, Conve
     if not (of_model and leaves_out) or gguf_form(catalog.config)[1] is None:
         return catalog, request
     options: Any = {**request.options, **dict.fromkeys(_LEAVING_OUT)}
-    selected = catalog.selected(request.chosen(catalog, catalog.ignored))
+    selected = catalog.selected(request.chosen(catalog))
     return selected, request._replace(options=options, selecting=[], by_name=False, every_tensor=True)
 
 
@@ -488,7 +500,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     from .llama_cpp import gguf_models  # only here: most results need no architecture
 
     if restored and model_of(catalog.metadata) is not None:
-        return gguf_models.from_comfyui(catalog, request.chosen(catalog, catalog.ignored))
+        return gguf_models.from_comfyui(catalog, request.chosen(catalog))
     unnamed = not restored and gguf_form(catalog.config)[0] is None
     diffusion, part = gguf_models.recognized(catalog) if unnamed else None, request.options["part"]
     if part is not None and (unnamed or catalog.format == "gguf"):
@@ -624,7 +636,7 @@ class Decider:
             tensors = tensors if request.every_tensor else tensors.named(request.chosen(catalog))
             names = tensors.names
         else:
-            chosen = dict.fromkeys(request.chosen(catalog, [*tied, *catalog.ignored]))
+            chosen = dict.fromkeys(request.chosen(catalog, tied))
             unknown = catalog.unknown() if whole and ties is None else {}
             self._left_out = {k: entry.label for k, entry in unknown.items() if k in chosen and not entry.is_tensor}
             self._heads = {head: embedding for head, embedding in tied.items() if head in chosen}
@@ -651,11 +663,10 @@ class Decider:
         algorithm = None if self._source is None else self._source.values.get("kv_cache_quant_algo")
         holds = self._engine is not None and self._engine.engine.kv_cache and algorithm in (None, "FP8")
         self._cache, self._lost = cache if holds else [], list[str]()
-        if cache and not holds:
-            count, why = plural(len(cache), "scale"), "the weights are not quantized for an engine"
-            if self._engine is not None or format == "gguf":
-                why = f"{'llama.cpp' if self._engine is None else self._engine.preset.name} has no place for them"
-            self._lost.append(f"{count} of the KV cache left out, such as {show(cache[0])}: {why}")
+        others = (*finder.KV_CACHE, *finder.MARKS)
+        self._scales = [name for name in ignored if not name.endswith(others)] if format else []
+        why = "llama.cpp has no place for them" if format == "gguf" else "the weights are not quantized for an engine"
+        self._lose([] if holds else cache, "the KV cache", why)
         self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
         unnamed = catalog.format == KERAS and not options["raw"]  # in a copy nothing would tell codes from weights
         coded = tensors is None or dtypes.may_hold_codes(tensors.columns.numbers)
@@ -821,9 +832,7 @@ class Decider:
             for name in self._quantized:  # weights that the engine fuses share a scale
                 partners = self._engine.partners(name, self._quantized)
                 decisions[name] = decisions[name]._replace(partners=partners if len(partners) > 1 else ())
-            decisions.update(dict.fromkeys(self._cache, Decision()))
-        elif self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
-            decisions.update(dict.fromkeys(self._ignored, Decision()))  # activation scales: all stays packed
+        decisions.update(self._scales_beside(decisions))
         if isinstance(self._catalog, RestructuredCatalog):
             changed = [name for name, decision in decisions.items() if decision != Decision()]
             for scale in (scale for name in changed for scale in self._catalog.beside(name)):
@@ -840,6 +849,29 @@ class Decider:
                 decisions[head] = self._decide(embedding, tensor)._replace(sources=(embedding,))
         return decisions
 
+    def _scales_beside(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+        """Return the scales that stay, beside codes that are copied, and note the others."""
+        copied = {
+            source
+            for name, decision in decisions.items()
+            if decision == Decision() and self._descriptions[name].quantized
+            for source in self._catalog.sources_of(name)
+        }
+        stay = self._cache
+        if self._rules is None and self._target is None and self._request.format in (SAFETENSORS, "gguf"):
+            stay = self._ignored
+        elif self._engine is None and self._request.format:
+            stay = [name for name in self._ignored if finder.owner_of(name, copied) is not None]
+        lost = (name for name in self._scales if finder.owner_of(name, copied) is None)
+        self._lose({*lost} - {*stay}, "activations", "their weights do not stay as they are")
+        return dict.fromkeys(stay, Decision())
+
+    def _lose(self, scales: Collection[str], of: str, why: str) -> None:
+        """Note scales that the result lacks."""
+        if scales:
+            why = why if self._engine is None else f"{self._engine.preset.name} has no place for them"
+            self._lost.append(f"{plural(len(scales), 'scale')} of {of} left out, such as {show(min(scales))}: {why}")
+
     def _of_layout(self, layout: Layout) -> dict[str, Decision]:
         decisions: dict[str, Decision] = {}
         for stack in plan(self._descriptions, layout, self._target):
@@ -855,10 +887,6 @@ class Decider:
         """Apply the rules to a tensor and record the outcome for the summary."""
         assert self._rules is not None
         planned = self._rules.plan(name, tensor)
-        packed = self._catalog.packed(name) if tensor.packed else None
-        blocks = None if planned.scheme is None else dtypes.BLOCK_TYPES.get(planned.scheme)
-        if packed is not None and packed.parts[CODES].row is blocks:  # with the scale of the tensor beside them
-            planned = Planned(None, f"is already {planned.scheme}", already=True)
         factor, _ = scales_beside(name)
         if planned.scheme == "nvfp4" and self._request.format == "gguf" and factor in self._descriptions:
             planned = Planned(None, f"would have {factor} as the factor of its blocks")
@@ -919,12 +947,10 @@ class Decider:
             return Decision(planned.dtype, planned.scheme)
         if row is None:
             return Decision()
-        if tensor.packed:
-            if planned.already or (self._target is None and self._rules is None):
-                return Decision()
-            row = _F32
-        elif tensor.scheme is not None and (self._target is None or planned.already):
+        described = self._rules is not None and tensor.codes is None  # by a config, which the result does not have
+        if tensor.scheme is not None and (planned.already or (self._target is None and not described)):
             return Decision()
+        row = _F32 if tensor.packed else row
         if self._target is not None and (row.floating or tensor.scheme is not None):
             row = self._target
         if self._request.format == "gguf" and row.floating and row.block_bytes > 1:

@@ -195,7 +195,8 @@ def _quantized(
             data = blocks(scheme, catalog.coded(origin), how.threads)
             result[name] = QuantizedTensor(scheme, abouts[name].shape, data)
             continue
-        value: Any = catalog.value(origin) if about.quantized and not about.packed else catalog.values(origin, name)
+        stays = about.quantized and (not about.packed or decisions[name] == Decision())
+        value: Any = catalog.value(origin) if stays else catalog.values(origin, name)
         if isinstance(value, Source):
             requests.append(request(name, value))
             value = requests[-1].result
@@ -203,7 +204,7 @@ def _quantized(
             only = request(name, of_reals(name, value.dequantize(threads=how.threads), how.threads))
             run_requests([only], threads=how.threads, progress=None)
             value = only.result
-        elif about.packed:
+        elif about.packed and not stays:
             value = value.dequantize(threads=how.threads)
         result[name] = value
     run_requests(requests, threads=how.threads, progress=how.progress)

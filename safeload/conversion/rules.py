@@ -241,8 +241,8 @@ class Rules:
         planned = Planned(None, "is empty") if 0 in shape else self._choose(name, shape)
         if planned.scheme is planned.dtype is None:
             return planned
-        if not about.packed and scheme is not None and scheme in (planned.scheme, planned.requested):
-            return Planned(None, f"is already {scheme}", already=True)
+        if about.codes is not None and about.codes in (planned.scheme, planned.requested):
+            return Planned(None, f"is already {about.codes}", already=True)
         kept = self.kept.reason(name) or ("" if planned.dtype else planned.reason)
         if kept:
             return Planned(None, kept)

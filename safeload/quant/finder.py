@@ -8,6 +8,7 @@ they treat tensors as plain numbers.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -340,8 +341,11 @@ IGNORED = frozenset(
         "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
     )
 )  # fmt: skip
-# The part of it that belongs to the KV cache.
+# The parts of it that are marks, and that belong to the KV cache.
+MARKS = (".comfy_quant", "scaled_fp8")
 KV_CACHE = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".k_proj.output_scale", ".v_proj.output_scale")
+# Fused experts, which have the name of a module of a single expert.
+_FUSED = re.compile(r"\._?(gate_up_proj|down_proj)_\w+\Z")
 # Also harmless, but visible as tensors of the checkpoint: names too general to hide, and companions of the bias.
 _HARMLESS = IGNORED | frozenset(
     (
@@ -384,6 +388,12 @@ def _unread(names: Iterable[str], owners: Mapping[str, str]) -> Iterator[tuple[s
         owner, rest = next(((owners[place], rest) for place, rest in places if place in owners), (None, ""))
         if owner is not None and rest not in _HARMLESS and not rest.startswith(_OF_BIAS):
             yield owner, name
+
+
+def owner_of(scale: str, weights: Collection[str]) -> str | None:
+    """Return the weight whose activations a scale belongs to; None for scales of the KV cache and marks of a file."""
+    names = () if scale.endswith(KV_CACHE) else (f"{scale.rpartition('.')[0]}.weight", _FUSED.sub(r".\1", scale))
+    return next((name for name in names if name in weights), None)
 
 
 def _is_telling(last: str) -> bool:
@@ -526,9 +536,9 @@ def _refusal_of(name: str, dtype: str, quantization: Quantization | None) -> tup
         with suppress(UnsupportedError):  # opening the checkpoint reports it, except with stored=True
             reason = _unread_by_quark(quantization, name)
         return reason, reason and "AMD Quark"
-    values = (quantization.method, *map(quantization.values.get, _KEYS)) if dtype not in FP8 else ()
-    known = ((row.name, row.reader) for value in values for row in families() if value in row.methods)
-    return next(known, (None, None))
+    values = quantization.method, *map(quantization.values.get, _KEYS)
+    rows = [row for row in families() if dtype not in FP8 or dtype in row.dtypes]
+    return next(((row.name, row.reader) for value in values for row in rows if value in row.methods), (None, None))
 
 
 def _unread_by_quark(quantization: Quantization, name: str) -> str | None:
