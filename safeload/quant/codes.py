@@ -33,6 +33,7 @@ _INTEGERS = {"offset": True, "signed": True, "I8": True, "unsigned": False, "U8"
 # Twice the numbers of E2M1, with the middle of 8 bits as 0.
 _DOUBLED = (2 * np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]) + 128).astype(np.uint8)
 _U8 = dtypes.BY_CODE["U8"]
+_BYTES = {"I8": np.int8, "U8": np.uint8}  # the types of codes in bytes
 
 
 class Immovable(Exception):  # noqa: N818 - an answer, not a failure
@@ -159,11 +160,13 @@ def _held(packed: Packed) -> Holds:
     kind, parts, grid = packed.packing, packed.parts, packed.packing.grid
     if kind.layout == packing.BLOCKS:
         if kind.numbers not in _BLOCKS or parts.keys() != {CODES}:
-            raise Immovable(f"{kind.label} has no codes that another layout holds")
+            raise Immovable(f"safeload moves no codes out of blocks of {kind.label}")
         return _BLOCKS[kind.numbers]
     integer = kind.numbers in _INTEGERS
     left = sorted(parts.keys() - _CARRIED)
-    if grid is None or kind.flat or kind.factor != 1 or kind.layout == packing.MASKED or left:
+    if kind.factor != 1:
+        raise Immovable(f"the values of {kind.label} are products with {kind.factor:.6g}, which no other layout has")
+    if grid is None or kind.flat or kind.layout == packing.MASKED or left:
         raise Immovable(f"no other layout holds the {left[0] if left else 'order'} of {kind.label}")
     if kind.scale_rule not in (packing.STORED, packing.DIVIDED, packing.MULTIPLIED, packing.MLX_GLOBAL):
         raise Immovable(f"the scales of {kind.label} divide, or are codes themselves")
@@ -178,7 +181,12 @@ def _held(packed: Packed) -> Holds:
     zero = BIAS if BIAS in parts else POINTS if ZERO in parts else zero
     scale = kind.scale_dtype or parts[SCALE].row.code
     factor = "" if kind.scale_rule == packing.STORED else kind.scale_rule
-    return Holds(kind.numbers if not integer else INTEGER, kind.bits, zero, (scale,), _block_of(packed), factor)
+    return Holds(kind.numbers if not integer else INTEGER, _bits(kind), zero, (scale,), _block_of(packed), factor)
+
+
+def _bits(kind: Packing) -> int:
+    """Return the bits of a code; a byte can hold a code of fewer bits."""
+    return bits_of(kind.label) if kind.numbers in _BYTES else kind.bits
 
 
 def _block_of(packed: Packed) -> tuple[int, int]:
@@ -202,7 +210,7 @@ def _grids_of(matrix: Matrix) -> Grids:
     grid = kind.grid
     assert grid is not None
     at = 0 if grid.shared else index
-    count, half = grid.rows * grid.columns, 1 << kind.bits - 1
+    count, half = grid.rows * grid.columns, 1 << _bits(kind) - 1
 
     def numbers(role: str) -> Any:  # an array, or None
         part = packed.parts.get(role)
@@ -217,7 +225,7 @@ def _grids_of(matrix: Matrix) -> Grids:
         settled, _ = restore.settled(kind.zeros, grid, packed.parts[ZERO], kind.matrices)
         place = (at, 1), (slice(0, grid.rows), slice(0, grid.columns))
         codes = restore.read_codes(settled, grid, packed.parts[ZERO], place)[0].astype(np.uint8)
-        codes = codes + np.uint8(settled.added) & np.uint8((1 << kind.bits) - 1)
+        codes = codes + np.uint8(settled.added) & np.uint8(2 * half - 1)
         zeros = (codes ^ np.uint8(half if kind.numbers in ("signed", "I8") else 0)).astype(np.int16)
     elif ZERO in packed.parts:
         plain = numbers(ZERO) + np.float32(half if _INTEGERS.get(kind.numbers) else 0)
@@ -309,7 +317,7 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
     """
     source = coded.held()
     if target is None:
-        raise Immovable("no codes of another layout fit its blocks")
+        raise Immovable("safeload moves no codes into its layout")
     same = source.numbers == target.numbers and source.bits <= target.bits
     to_integers = (source.numbers, target.numbers) == (E2M1, INTEGER) and target.bits == 8 and not source.factor
     if not (same or to_integers):
@@ -417,11 +425,15 @@ def _job(packed: Packed, owner: Any, number: int, place: Array, codes: jobs.Code
 def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> tuple[Packed, Any]:
     """Return a packed tensor with the codes of a layout as values, and the owner of its parts in memory."""
     (kind, parts), middle = matrix.packed, 1 << target.bits - 1
-    stored = np.arange(1 << source.bits)  # and their new codes
+    bits = 8 if kind.numbers in _BYTES else source.bits
+    if bits != source.bits:
+        _check_bytes(matrix, source.bits)
+    stored = np.arange(1 << bits)  # and their new codes
     if source.numbers != target.numbers:
         becomes = _DOUBLED[stored].astype(np.int64)
     else:
-        becomes = stored ^ (1 << source.bits - 1) if kind.numbers in ("signed", "I8", "q8_0") else stored
+        signed_source = kind.numbers in ("signed", "I8", "q8_0")
+        becomes = (stored + (1 << source.bits - 1)) % stored.size if signed_source else stored
     becomes = becomes - 128 * signed
     shift: Array = np.zeros((1, 1), np.int64)
     if source.numbers == target.numbers == INTEGER and _centres(source, target):
@@ -430,7 +442,7 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
         shift = shift[:1, :1] if (shift == shift[:1, :1]).all() else shift
     arrays: dict[str, Array] = {packing.TABLE: becomes.astype(np.float32)}
     numbers = kind.numbers if kind.layout == packing.BLOCKS else packing.TABLE
-    if kind.layout == packing.ROWS and source.bits == 8 and not kind.word_codes:  # bytes need no table
+    if kind.layout == packing.ROWS and bits == 8 and not kind.word_codes:  # bytes need no table
         numbers, shift, arrays = "U8", shift + becomes[0], {}
     grid = None
     if (shift % (1 << target.bits)).any():
@@ -440,7 +452,7 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
         height, width = shift.shape
         grid = Grid(down or max(1, kind.rows), across or max(1, kind.columns), height, width, shared=True)
         arrays |= {SCALE: np.ones_like(shift), ZERO: shift}
-    bare = kind._replace(numbers=numbers, bits=source.bits, grid=grid, zeros=None, scale_dtype=None, symmetric=False)
+    bare = kind._replace(numbers=numbers, bits=bits, grid=grid, zeros=None, scale_dtype=None, symmetric=False)
     bare = bare._replace(scale_rule=packing.STORED)
     own, owner = restore.in_memory(bare, arrays)
     codes = parts[CODES]
@@ -448,6 +460,16 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
         begin = address_of(codes.file) + codes.begin if codes.file.size else 0
         codes = codes._replace(file=None, begin=begin, end=begin + codes.end - codes.begin)
     return Packed(bare, {**own.parts, CODES: codes}), (owner, parts[CODES].file)
+
+
+def _check_bytes(matrix: Matrix, bits: int) -> None:
+    """Refuse bytes that are no codes of fewer bits."""
+    kind, part = matrix.packed.packing, matrix.packed.parts[CODES]
+    size, low = kind.rows * kind.row_bytes, -(1 << bits - 1) if kind.numbers == "I8" else 0
+    codes = restore.read_part(part, matrix.number * size, size).view(_BYTES[kind.numbers])
+    if codes.size and not low <= codes.min() <= codes.max() < low + (1 << bits):
+        text = f"holds codes of {codes.min()} to {codes.max()}, but they are said to have {bits} bits"
+        raise error_about(FormatError, text, tensor=part.name)
 
 
 def _zeros_of(read: Grids | None, source: Holds, bits: int = 0) -> Array:

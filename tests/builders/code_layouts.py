@@ -93,6 +93,17 @@ def compressed(dtype, group, seed, shape, bits=4, symmetric=True):
     return parts, _groups("pack-quantized", arguments), _value(codes, zeros, scales, group)
 
 
+def compressed_bytes(dtype, group, seed, shape, bits=4, symmetric=True):
+    """A byte holds one code, which is a signed integer."""
+    parts, config, values = compressed(dtype, group, seed, shape, bits, symmetric)
+    codes, _, zeros = _random(dtype, group, bits, seed, shape)
+    half = 1 << bits - 1
+    parts = {"weight": codes.astype(np.int8) - np.int8(half), "weight_scale": parts["weight_scale"]}
+    if not symmetric:
+        parts["weight_zero_point"] = zeros.astype(np.int8) - np.int8(half)
+    return parts, _groups("naive-quantized", config["config_groups"]["group_0"]["weights"]), values
+
+
 def _groups(layout, weights):
     group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "format": layout}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}

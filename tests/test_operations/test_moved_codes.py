@@ -15,7 +15,7 @@ from builders.schemes import ENGINE_FORMATS
 from builders.thorough import THOROUGH, part_of
 
 import safeload
-from safeload.errors import SafeloadError, UnsupportedError
+from safeload.errors import FormatError, SafeloadError, UnsupportedError
 from safeload.numpy import load_file
 
 FORMATS = [*ENGINE_FORMATS, *(f"mlx{bits}-g{group}" for bits in (2, 3, 8) for group in (32, 128))]
@@ -152,6 +152,12 @@ def sources():
         "gptq act-order": (layouts.gptq("F16", 32, 14, SHAPE, order="reversed"), {}),
         "ct f32": (layouts.compressed("F32", 32, 15, SHAPE), dict.fromkeys(("w4a16-g32", "gptq-g32", *ZEROS), MOVED)),
         "ct asym f32": (layouts.compressed("F32", 32, 16, SHAPE, symmetric=False), dict.fromkeys(ZEROS, MOVED)),
+        "int4 in bytes": (layouts.compressed_bytes("F16", 32, 27, SHAPE), SYMMETRIC),
+        "int4 in bytes asym": (layouts.compressed_bytes("F16", 32, 28, SHAPE, symmetric=False), ASYMMETRIC),
+        "int4 in bytes g128": (
+            layouts.compressed_bytes("F16", 128, 29, SHAPE),
+            SYMMETRIC | dict.fromkeys(("w4a16", "w4a16_asym", "w8a16", "mlx4", "awq", "gptq8", "w4afp8"), MOVED),
+        ),
         "mxfp4": (layouts.mxfp4(17, SHAPE), dict.fromkeys(("mlx-mxfp4", "mlx8-g32", "gptq8-g32"), MOVED)),
         "mxfp4 near 1": (
             layouts.mxfp4(18, SHAPE, 116, 130),
@@ -262,6 +268,14 @@ def test_zero_points_that_are_no_codes_are_refused_and_can_be_rounded_again(tmp_
         safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16_asym-g32")
     report = safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16_asym-g32", requantize=True)
     assert report.summary.codes == {NAME: "rounded again from int4 tensor asym"}
+
+
+def test_bytes_that_are_no_codes_of_their_bits_are_an_error_by_name(tmp_path):
+    parts, config, values = layouts.compressed_bytes("F16", 32, 1, SHAPE)
+    parts["weight"][3, 2] = 8
+    layouts.write(tmp_path / "source", (parts, config, values))
+    with pytest.raises(FormatError, match=f"{NAME}.*holds codes of -8 to 8, but they are said to have 4 bits"):
+        safeload.convert(tmp_path / "source", tmp_path / "out", quantize="w4a16-g32")
 
 
 def test_codes_are_rounded_again_on_request(tmp_path):
