@@ -165,6 +165,14 @@ def test_a_repository_in_the_cache_is_named(here):
     assert list(safeload.open(folder)) == ["w"]
     (cache / "snapshots" / first / "model.safetensors").unlink()
     assert_says(message(lambda: safeload.open("owner/name")), repr(str(cache / "snapshots" / other)))
+    newest = cache / "snapshots" / ("c" * 40)
+    newest.mkdir()
+    for seconds in (-60, 60):  # of the other commit, relative to this one
+        save_file({"w": W}, newest / "model.safetensors", durable=False)
+        os.utime(cache / "snapshots" / other, (newest.stat().st_mtime + seconds,) * 2)
+        expected = newest if seconds < 0 else cache / "snapshots" / other
+        assert_says(message(lambda: safeload.open("owner/name")), repr(str(expected)))
+    (newest / "model.safetensors").unlink()
     (cache / "snapshots" / other / "model.safetensors").unlink()
     assert_says(message(lambda: safeload.open("owner/name")), "hf://owner/name", "not: cache")
 
@@ -397,8 +405,9 @@ def test_a_dtype_that_loading_does_not_take(dtype, here, capsys):
         assert_says(text, *parts)
         listed = text.partition("expected one of ")[2].split(", ")
         assert len(set(listed)) == len(listed)
-    assert main(["convert", "good.safetensors", "out.safetensors", "--dtype", dtype]) == (2 if kind is TypeError else 1)
-    expected = f"safeload: {text}\n" if "quantize=" not in text else f"--quantize {dtype} to convert\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "good.safetensors", "out.safetensors", "--dtype", dtype])
+    expected = f"--dtype: {text}; see" if "quantize=" not in text else f"--quantize {dtype} to convert; see"
     assert_says(capsys.readouterr().err, expected)
 
 

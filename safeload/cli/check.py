@@ -87,10 +87,10 @@ def _schemas() -> list[str]:
     argument("--source", "SOURCE", "find what a conversion lost or changed of this source, with the cause"),
     ADAPTER,
     argument("--base", "BASE", "find what does not fit this model, if PATH is a LoRA adapter"),
-    argument("--parameters", "N", "expected number of elements in all tensors", type=int),
+    argument("--parameters", "N", "expected number of elements in all tensors", type=at_least(0)),
     one_of(
-        argument("--scale", "X", "expected scale of int8 tensors", type=float),
-        argument("--absmax", "X", "expected absmax of int8 tensors, 127 times their scale", type=float),
+        argument("--scale", "X", "expected scale of int8 tensors", type=at_least(0, float)),
+        argument("--absmax", "X", "expected absmax of int8 tensors, 127 times their scale", type=at_least(0, float)),
     ),
     flag("--structure", "check only files, names, shapes and sizes; read no values"),
     *PATTERNS,

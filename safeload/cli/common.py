@@ -55,6 +55,17 @@ def expanded(paths: Iterable[str]) -> list[str]:
     return [match for path, whole in known for match in ([] if whole else sorted(glob.glob(path))) or [path]]
 
 
+def dtype(text: str) -> str:
+    """Return the value of --dtype if tensors can be loaded as it; a type for argparse."""
+    from ..core.load import parse_target  # only here: it imports NumPy
+
+    try:
+        parse_target(text)
+    except (TypeError, SafeloadError) as error:
+        raise argparse.ArgumentTypeError(in_options(str(error))) from None
+    return text
+
+
 def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:
     """Open a checkpoint, or stdin for "-", with the options of `OPENING`."""
     from .. import open  # imported here: it imports NumPy, and `safeload --help` needs neither

@@ -333,7 +333,7 @@ def check_part(options: Mapping[str, Any], format: str, path: str) -> None:
         raise ValueError("imatrix= has the importance of columns of the text part, and part= selects the vision part")
     if part == "vision" and quantize is not None and str(quantize).lower() != TOWER_SCHEME:
         text = f"llama.cpp's converter writes vision parts as float32, float16, bfloat16 or {TOWER_SCHEME}, not as "
-        raise UnsupportedError(f"{text}{show(quantize)}; pass quantize= for the text part alone")
+        raise ValueError(f"{text}{show(quantize)}; pass quantize= for the text part alone")
 
 
 class TowerRules(Rules):
