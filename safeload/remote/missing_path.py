@@ -99,9 +99,11 @@ def _of_hub(path: str) -> str | None:
 
 
 def _cached(repository: str) -> str | None:
-    """Return the folder of a commit with weights in huggingface_hub's local cache, main's if it has some, or None."""
+    """Return the newest commit with weights in huggingface_hub's local cache, main's if it has some, or None."""
     cached = CachedRepository.of("model", repository)
-    for commit in filter(None, (cached.commit_of("main"), *cached.commits())):
+    folders = {commit: os.path.join(cached.path, "snapshots", commit) for commit in cached.commits()}
+    newest_first = sorted(folders, key=lambda commit: os.lstat(folders[commit]).st_mtime, reverse=True)
+    for commit in filter(None, (cached.commit_of("main"), *newest_first)):
         if any(name.endswith(_WEIGHTS) and "/" not in name for name in cached.files(commit)):
-            return os.path.join(cached.path, "snapshots", commit)
+            return folders[commit]
     return None
