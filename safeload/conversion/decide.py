@@ -127,19 +127,16 @@ class ConvertRequest(NamedTuple):
     record: bool = False
 
     def chosen(self, catalog: Catalog, more: Iterable[str] = ()) -> list[str]:
-        """Return the names of the selected tensors, and of the scales of their activations unless these are dropped.
-
-        Patterns can also match names of scales, and those in ``more``.
-        """
+        """Return the selected tensors and the scales of their activations; patterns also match names in ``more``."""
         only, drop = self.options["only"], self.options["drop"]
-        chosen = dict.fromkeys(catalog.choose(self.options["names"], only, drop, [*more, *catalog.ignored]))
-        if catalog.ignored and self.selecting:
-            dropped = Selection(None, drop)
-            for scale, owner in ((scale, finder.owner_of(scale, catalog)) for scale in catalog.ignored):
-                if owner in chosen and dropped.takes(scale):
-                    chosen[scale] = None
-                elif owner is not None and not self.by_name:
-                    chosen.pop(scale, None)
+        names = catalog.choose(self.options["names"], only, drop, [*more, *catalog.ignored])
+        chosen, dropped = dict.fromkeys(names), Selection(None, drop)
+        for scale in catalog.ignored if self.selecting else ():
+            owner = finder.owner_of(scale, catalog)
+            if owner in chosen and dropped.takes(scale):
+                chosen[scale] = None
+            elif owner is not None and not self.by_name:
+                chosen.pop(scale, None)
         return [*chosen]
 
 

@@ -34,7 +34,7 @@ from ..quant.finder import conv1d_model, is_named_conv1d
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization, activations_of, quantization_of
 from ..remote.url import is_url
-from .catalog import Catalog, RestructuredCatalog, TensorDescription
+from .catalog import Catalog, TensorDescription
 from .quantize import WEIGHTS, Encoding, SchemeName, check_importance
 
 #: Names of matrices that engines need in full precision: lookup tables, small tensors and scales.
@@ -467,9 +467,7 @@ class EngineRules:
         self.preset, self.engine = preset, preset.engine
         self._catalog, self._config = catalog, catalog.config
         config = self._config
-        self.kept = Kept(keep)
-        if isinstance(catalog, RestructuredCatalog) and catalog.for_engine:
-            self.kept = Kept(keep, catalog.sources_of)
+        self.kept = Kept(keep, catalog.sources_of)
         model_type = None if config is None else config.get("model_type")
         for_mlx = self.engine.stacks_experts
         self._mlx = mlx_form(config) if for_mlx else None

@@ -320,11 +320,10 @@ def plan(coded: Coded, target: Holds | None, requested: str | None = None) -> Co
         raise Immovable("safeload moves no codes into its layout")
     same = source.numbers == target.numbers and source.bits <= target.bits
     to_integers = (source.numbers, target.numbers) == (E2M1, INTEGER) and target.bits == 8 and not source.factor
-    if not (same or to_integers):
+    blocks = zip(coded.shape[-2:], source.block, target.block, strict=True)
+    divide = all(not 0 < own < side or own % (new or side) == 0 for side, own, new in blocks)
+    if not (divide and (same or to_integers)):
         raise Immovable(f"holds {target.text}, got {source.text}")
-    for side, own, new in zip(coded.shape[-2:], source.block, target.block, strict=True):
-        if 0 < own < side and own % (new or side):
-            raise Immovable(f"holds {target.text}, got {source.text}")
     (scale,) = source.scales
     kept = [scale, "F16", "BF16"] if scale not in target.scales else [scale]
     kept = [code for code in (requested, *kept, *target.scales[: target.scales != _FLOATS]) if code in target.scales]
@@ -426,14 +425,13 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
     """Return a packed tensor with the codes of a layout as values, and the owner of its parts in memory."""
     (kind, parts), middle = matrix.packed, 1 << target.bits - 1
     bits = 8 if kind.numbers in _BYTES else source.bits
-    if bits != source.bits:
-        _check_bytes(matrix, source.bits)
+    _check_bytes(matrix, source.bits)
     stored = np.arange(1 << bits)  # and their new codes
     if source.numbers != target.numbers:
         becomes = _DOUBLED[stored].astype(np.int64)
     else:
-        signed_source = kind.numbers in ("signed", "I8", "q8_0")
-        becomes = (stored + (1 << source.bits - 1)) % stored.size if signed_source else stored
+        half = 1 << source.bits - 1 if kind.numbers in ("signed", "I8", "q8_0") else 0
+        becomes = (stored + half) % stored.size
     becomes = becomes - 128 * signed
     shift: Array = np.zeros((1, 1), np.int64)
     if source.numbers == target.numbers == INTEGER and _centres(source, target):
@@ -465,6 +463,8 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
 def _check_bytes(matrix: Matrix, bits: int) -> None:
     """Refuse bytes that are no codes of fewer bits."""
     kind, part = matrix.packed.packing, matrix.packed.parts[CODES]
+    if kind.numbers not in _BYTES or bits == 8:
+        return
     size, low = kind.rows * kind.row_bytes, -(1 << bits - 1) if kind.numbers == "I8" else 0
     codes = restore.read_part(part, matrix.number * size, size).view(_BYTES[kind.numbers])
     if codes.size and not low <= codes.min() <= codes.max() < low + (1 << bits):

@@ -305,7 +305,9 @@ def check_accepted(exchange: Exchange, path: str) -> None:
         raise Failure(RemoteError(text, path))
     exchange.drain()
     if status in (404, 410):
-        raise Failure(missing_file(path, f"No such file: {path} (the server returned {status})"))
+        like_folder = path.startswith("http") and "." not in path.partition("?")[0].rpartition("/")[2]
+        advice = f"; {Web.no_folders}" if like_folder else ""
+        raise Failure(missing_file(path, f"No such file: {path} (the server returned {status}){advice}"))
     if status in (401, 403):
         raise Failure(RemotePermissionError(f"the server refuses access ({status}): {_ADVICE}", path))
     if status == 407:
