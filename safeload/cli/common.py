@@ -17,6 +17,7 @@ from .._version import __version__
 from ..core import showing
 from ..core.text import NAME, is_absent, is_terminal, plural, printable, show
 from ..errors import FormatError, NoMatchError, SafeloadError, one_line
+from .parsers import Argument, argument
 
 if TYPE_CHECKING:
     from ..conversion.executors import Executor
@@ -55,15 +56,18 @@ def expanded(paths: Iterable[str]) -> list[str]:
     return [match for path, whole in known for match in ([] if whole else sorted(glob.glob(path))) or [path]]
 
 
-def dtype(text: str) -> str:
-    """Return the value of --dtype if tensors can be loaded as it; a type for argparse."""
-    from ..core.load import parse_target  # only here: it imports NumPy
+def dtype(help: str) -> Argument:
+    """Return --dtype, with the dtypes that tensors can be loaded as."""
+    from ..core import load  # only here: it imports NumPy
 
-    try:
-        parse_target(text)
-    except (TypeError, SafeloadError) as error:
-        raise argparse.ArgumentTypeError(in_options(str(error))) from None
-    return text
+    def checked(text: str) -> str:
+        try:
+            load.parse_target(text)
+        except (TypeError, SafeloadError) as error:
+            raise argparse.ArgumentTypeError(in_options(str(error))) from None
+        return text
+
+    return argument("--dtype", None, help, suggested=load.targets, type=checked)
 
 
 def open_path(path: Any, options: argparse.Namespace) -> Checkpoint:

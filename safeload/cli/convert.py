@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..conversion.destinations import is_folder, refuse_inputs, where
-from ..core import load, packing, registry
+from ..core import packing, registry
 from ..core.text import printable, show
 from ..formats.mixtures import mixtures
 from ..models.layout import Layout, built_in
@@ -63,13 +63,7 @@ continue.""",
         "DESTINATION",
         "a file, or a folder: a path or URL without suffix or with a final slash; or - for stdout",
     ),
-    argument(
-        "--dtype",
-        None,
-        'dtype for floating tensors, such as "float32" or "BF16"',
-        suggested=load.targets,
-        type=common.dtype,
-    ),
+    common.dtype('dtype for floating tensors, such as "float32" or "BF16"'),
     argument(
         "--quantize",
         "[PATTERN=]SCHEME",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import arrays, dtypes, load, runtime, showing
+from ..core import arrays, dtypes, runtime, showing
 from ..core.text import plural, printable, show
 from . import common
 from .parsers import JSON, OPENING, PATHS, POSITIVE, argument, command, flag, path, selection
@@ -157,13 +157,7 @@ line for each row, and an empty line between matrices.""",
         "numbers count from the end (--rows=-5:)",
         type=_rows_of,
     ),
-    argument(
-        "--dtype",
-        None,
-        'convert floating values first, to a dtype such as "float32"',
-        suggested=load.targets,
-        type=common.dtype,
-    ),
+    common.dtype('convert floating values first, to a dtype such as "float32"'),
     flag("--all", "print every value on a terminal, too"),
     *OPENING,
     JSON,

@@ -34,7 +34,8 @@ from ..errors import SafeloadError
 from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
 from ..remote.hub_cache import COMMIT, place_in_cache
-from . import ORIGIN_KEY, ORIGIN_NAME
+from . import ORIGIN_KEY as ORIGIN_KEY
+from . import ORIGIN_NAME as ORIGIN_NAME
 from .sink import DIGITS, LARGEST_EXTRA, is_extra
 
 if TYPE_CHECKING:  # the commands that verify import this module, but not these

@@ -32,8 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..conversion import ORIGIN_KEY, ORIGIN_NAME
-from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION, is_manifest
+from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION, ORIGIN_KEY, ORIGIN_NAME, is_manifest
 from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
 from ..core.opening import Signature, Verify
 from ..core.text import PathLike, error_about, folder_names, needed, show

@@ -21,6 +21,7 @@ from builders.http_server import CERTIFICATE, Server
 from builders.inside import RemoteFiles, local, thread_group
 from builders.remote import WINDOW, read
 
+import safeload
 import safeload.remote
 from safeload import FormatError, UnsupportedError
 from safeload.errors import RemoteError, RemotePermissionError
@@ -399,8 +400,10 @@ def test_there_are_no_folders_and_no_uploads():
 @pytest.mark.parametrize("path", ["/nothing", "/nothing/", "/a/b.c/d?e.f", "/model.safetensors"])
 def test_a_missing_folder_says_what_can_be_opened(path):
     with serve() as there, pytest.raises(FileNotFoundError, match="returned 404") as caught:
-        safeload.remote.open(there.url(path))
-    assert ("open an index (model.safetensors.index.json), one file" in str(caught.value)) == ("safetensors" not in path)
+        safeload.load(there.url(path))
+    assert ("open an index (model.safetensors.index.json), one file" in str(caught.value)) == (
+        "safetensors" not in path
+    )
 
 
 def test_files_behind_urls_are_opened_by_their_scheme():
