@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..conversion import ORIGIN_KEY, ORIGIN_NAME
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint, TensorInfos, codes_of, settings_of, tensors_of
 from ..core.files import read_json
@@ -309,11 +308,11 @@ def describe(
 
 def _origin_of(path: str) -> list[str]:
     """Describe the record of origin beside a local model, if it has a readable one (see `conversion.origin`)."""
-    place = os.path.join(path, ORIGIN_NAME) if os.path.isdir(path) else f"{path}.{ORIGIN_NAME}"
+    place = os.path.join(path, "origin.json") if os.path.isdir(path) else f"{path}.origin.json"
     record: Mapping[str, Any] = {}
     with suppress(SafeloadError, OSError):
         if "://" not in path and os.path.isfile(place):
-            record = mapping(read_json(place, "the record of origin").get(ORIGIN_KEY))
+            record = mapping(read_json(place, "the record of origin").get("origin"))
     sources = record.get("sources")
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
         return []

@@ -34,8 +34,6 @@ from ..errors import SafeloadError
 from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
 from ..remote.hub_cache import COMMIT, place_in_cache
-from . import ORIGIN_KEY as ORIGIN_KEY
-from . import ORIGIN_NAME as ORIGIN_NAME
 from .sink import DIGITS, LARGEST_EXTRA, is_extra
 
 if TYPE_CHECKING:  # the commands that verify import this module, but not these
@@ -43,6 +41,7 @@ if TYPE_CHECKING:  # the commands that verify import this module, but not these
     from .decide import ConvertRequest
 
 MANIFEST_KEY, MANIFEST_VERSION = "safeload_manifest", 1
+ORIGIN_KEY, ORIGIN_NAME = "origin", "origin.json"
 # Returns the record of a result, given size and SHA-256 of its files.
 Record: TypeAlias = Callable[[Mapping[str, Mapping[str, Any]]], bytes]
 _THREADS = 4  # that hash sources
