@@ -660,8 +660,8 @@ class Decider:
         algorithm = None if self._source is None else self._source.values.get("kv_cache_quant_algo")
         holds = self._engine is not None and self._engine.engine.kv_cache and algorithm in (None, "FP8")
         self._cache, self._lost = cache if holds else [], list[str]()
-        others = (*finder.KV_CACHE, *finder.MARKS)
-        self._scales = [name for name in ignored if not name.endswith(others)] if format else []
+        ends = (*finder.KV_CACHE, *finder.MARKS)
+        self._scales = [name for name in ignored if not name.endswith(ends)] if format else []
         why = "llama.cpp has no place for them" if format == "gguf" else "the weights are not quantized for an engine"
         self._lose([] if holds else cache, "the KV cache", why)
         self._restored = converts and tensors is None and any(tensor.packed for tensor in self._descriptions.values())
