@@ -67,6 +67,13 @@ _FOREIGN = (
     # file_identifier of executorch/schema/program.fbs; kMagic of mxnet's NDArray list, of arrays saved with names.
     (4, b"ET12", Kind("an ExecuTorch program", "its runtime reads it")),
     (0, b"\x12\x01\0\0\0\0\0\0", Kind("parameters of MXNet", "mxnet.nd.load(path) reads them")),
+    # file_identifier of onnxruntime's ort.fbs; BlobMetadataSentinel of coremltools, behind a header of 64 bytes;
+    # FASTTEXT_FILEFORMAT_MAGIC_INT32; CatBoost's; a UBJSON object of XGBoost, whose first key has a length of 8 bytes.
+    (4, b"ORTM", Kind("a model of ONNX Runtime", "onnxruntime.InferenceSession(path) reads it")),
+    (64, b"\xef\xbe\xad\xde", Kind("the weights of a Core ML package", "coremltools reads the package")),
+    (0, b"\xba\x16\x4f\x2f", Kind("a fastText model", "fasttext.load_model(path) reads it")),
+    (0, b"CBM1", Kind("a CatBoost model", "catboost.CatBoost().load_model(path) reads it")),
+    (0, b"{L\0\0\0\0\0\0\0", Kind("an XGBoost model", "xgboost.Booster(model_file=path) reads it")),
     *((0, name, _OLD_TORCH) for name in _OLD_TORCH_NAMES),
     # Actually Portable Executables, as llamafiles are, and ELF.
     (0, b"MZqFpD", _PROGRAM),
@@ -183,11 +190,21 @@ def describe(head: bytes, path: str = "") -> Kind | None:
         advice = f"http has no folders; open {folder}/model.safetensors.index.json, or {folder}/model.safetensors if "
         return Kind("a page that lists a folder", f"{advice}the weights are a single file")
     if text.startswith(b"<?xml"):
+        if b"<net " in head:
+            return Kind("the graph of an OpenVINO model", "openvino.Core().read_model(path) reads it and its weights")
         return Kind("an XML page (a failed download?)")
     if path.endswith(".aria2"):
         return Kind("a control file of aria2: the download beside it is not finished", damaged=True)
     if re.match(rb"x[\x01\x5e\x9c\xda]", head) and describe_text(head) is None:  # RFC 1950
         return Kind("zlib-compressed", "joblib writes such files, and joblib.load reads them")
+    # Version and name of ModelSpec in CTranslate2's python/ctranslate2/specs/model_spec.py.
+    if re.match(rb"[\x01-\x0f]\0{3}.\0[A-Z]\w+Spec\0", head, re.DOTALL):
+        return Kind(
+            "a CTranslate2 model", "ctranslate2 and faster-whisper read its folder; convert the original instead"
+        )
+    # Model and ModelDescription of mlmodel/format/Model.proto: specification version, description of inputs.
+    if re.match(rb"\x08[\x01-\x0f]\x12[\x80-\xff]{0,4}.\x0a[\x80-\xff]{0,2}.\x0a", head, re.DOTALL):
+        return Kind("a Core ML model", "coremltools.models.MLModel(path) reads it")
     # SavedModel of tensorflow/core/protobuf/saved_model.proto: version 1, then a MetaGraphDef, beginning with field 1.
     if re.match(rb"\x08\x01\x12[\x80-\xff]{0,4}[\x00-\x7f]\x0a", head):
         return Kind("a TensorFlow SavedModel", "tf.saved_model.load(folder).variables gives its weights")

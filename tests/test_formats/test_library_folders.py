@@ -376,6 +376,16 @@ def test_a_pointer_of_git_lfs_is_called_one(name, tmp_path):
         (b"|TZR|\n", "a file of tensorizer"),
         (b"\x30\0\0\0ET12", "an ExecuTorch program"),
         (b"\x12\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0", "parameters of MXNet"),
+        (b"\x20\0\0\0ORTM", "a model of ONNX Runtime"),
+        (b"\x15\0\0\0\2" + bytes(59) + b"\xef\xbe\xad\xde", "the weights of a Core ML package"),
+        (b"\x08\6\x12\xda\1\n\x18\n\7input_2\x1a\r*\x0b", "a Core ML model"),
+        (b"\x08\1\x12\xe8\x11\n\x16\n\5input\x1a\r*\x0b", "a Core ML model"),
+        (b"\x08\1\x12\xe6\x95B\n\xc8$\x12\x9e$\nB\n\5AddV2", "a TensorFlow SavedModel"),
+        (b"\6\0\0\0\x0c\0WhisperSpec\0\3\0\0\0", "a CTranslate2 model"),
+        (b"\xba\x16\x4f\x2f\x0c\0\0\0", "a fastText model"),
+        (b"CBM1", "a CatBoost model"),
+        (b"{L\0\0\0\0\0\0\0\7learner{", "an XGBoost model"),
+        (b'<?xml version="1.0"?>\n<net name="torch_jit" version="11">', "the graph of an OpenVINO model"),
     ],
 )
 def test_files_of_other_tools_are_named(content, kind, tmp_path):
