@@ -23,7 +23,7 @@ import numpy as np
 
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.packing import BIAS, INT8
+from ..core.packing import BIAS, INT8, NESTED_RULE
 from ..quant.blocks import BLOCKS
 from ..quant.codes import bits_of
 from .forms import Forms
@@ -53,11 +53,13 @@ class _Format(NamedTuple):
     step: float = 0.0  # bound by the largest magnitude of a block; 0 if no bound is known
     ranged: float = 0.0  # bound by the range of a block
     relative: float = 0.0  # bound by the magnitude of the value itself
+    nested: float = 0.0  # bound by the largest magnitude of the tensor, if the scales are codes themselves
     calibrates: bool = False  # True if some writers calibrate
 
 
 # Of tables of numbers, by the beginning of the label or the name of the table.
 _TABLES = {"nf4": 0.17, "fp4": 0.22, "e2m1": 0.3, "e2m3": 0.08, "e3m2": 0.15, "mxfp8": 0.13}
+_NESTED = 0.9 / 128  # likewise of bitsandbytes' 8-bit codes of scales: 64 lie between 0.1 and 1
 # The largest relative error of a float, and of float8 with the smallest magnitude of its scale's range.
 _ROUNDING = {"F16": 2.0**-11, "BF16": 2.0**-8, "F32": 2.0**-24, "F64": 0.0}
 _FLOAT8 = {"F8_E4M3": 2.0**-4, "F8_E5M2": 2.0**-3, "F8_E4M3FNUZ": 2.0**-4, "F8_E5M2FNUZ": 2.0**-3}
@@ -107,7 +109,7 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
         return Judgement(CHANGED, "")
     got, true = pair()[coarse], pair()[1 - coarse]
     rows, size = max(1, _ROWS // max(1, got.shape[1])), min(max(rule.block, 0) or BLOCK, BLOCK)
-    ends = (float(true.max(initial=0)), float(true.min(initial=0))) if rule.block == _TENSOR else None
+    ends = float(true.max(initial=0)), float(true.min(initial=0))
     beyond, sums, least, lone = 0, np.zeros(3), 1.0, False
     starts = np.arange(0, got.shape[1], size)
     for begin in range(0, len(got), rows):
@@ -147,17 +149,19 @@ def _has_lone_block(norms: Array, residuals: Array) -> bool:
     return bool(((shares / _LONE**2 > usual) & (shares > _FAR**2)).any())
 
 
-def _bound(rule: _Format, values: Array, ends: tuple[float, float] | None) -> Array:
+def _bound(rule: _Format, values: Array, ends: tuple[float, float]) -> Array:
     """Return the largest error of each value of rows; ``ends`` are the largest and smallest value of the tensor."""
     bound: Array = np.abs(values) * np.float32(rule.relative) + np.float32(2.0**-24 if rule.relative else 0)
     if not (rule.step or rule.ranged):
         return bound
-    starts = np.arange(0, values.shape[1], max(1, rule.block if ends is None and rule.block else values.shape[1]))
+    starts = np.arange(0, values.shape[1], rule.block if rule.block > 0 else max(1, values.shape[1]))
     high, low = (f.reduceat(values, starts, axis=1) for f in (np.maximum, np.minimum))
-    if ends is not None:
+    if rule.block == _TENSOR:
         high, low = np.full_like(high, ends[0]), np.full_like(low, ends[1])
     each = np.maximum(high, -low) * np.float32(rule.step + _SLACK)
     each += (np.maximum(high, 0) - np.minimum(low, 0)) * np.float32(rule.ranged)
+    if rule.nested:
+        each += np.float32(max(ends[0], -ends[1]) * rule.nested)
     bound += np.repeat(each, np.diff([*starts, values.shape[1]]), axis=1)
     return bound
 
@@ -182,7 +186,8 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
         if numbers in _FLOAT8:
             return label, _Format(8, block, table + 2.0**-15, 0, _FLOAT8[numbers] * 1.01)
         if table:
-            return label, _Format(bits, block, table, calibrates=label[:3] != "nf4")
+            nested = _NESTED if packed.packing.scale_rule == NESTED_RULE else 0.0
+            return label, _Format(bits, block, table, nested=nested, calibrates=label[:3] != "nf4")
         if numbers in _INTEGERS:
             bits = min(bits, bits_of(label))  # 4 bits can be stored in bytes
             coarse = 2.0**-8 if BIAS in packed.parts else 0  # of scales and biases in bfloat16

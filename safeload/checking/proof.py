@@ -83,10 +83,9 @@ def findings_of(
         yield from (find("source.more", name) for name in report.only_b)
         for reason, names in grouped(report.left_out_a, report.left_out_a.__getitem__).items():
             yield find("source.left_out", names[0], reason=reason, tensors=plural(len(names), "tensor"))
-        if calibrated:
-            yield find("source.calibrated", tensors=plural(calibrated, "tensor"))
-        if rescaled:
-            yield find("source.rescaled", tensors=plural(rescaled, "tensor"))
+        for code, count in (("source.calibrated", calibrated), ("source.rescaled", rescaled)):
+            if count:
+                yield find(code, tensors=plural(count, "tensor"))
 
 
 def _settings(original: Catalog, written: Catalog, form: str, ignored: Collection[str]) -> Iterator[Finding]:
@@ -187,7 +186,6 @@ def _changed(
     """Return the cause of each damage, and the numbers of calibrated tensors and of tensors with factors."""
     samples: dict[str, tuple[Array, Array]] = {}
     causes: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     factors: dict[str, Factors] = {}
     calibrated: list[str] = []
     for name in names:
@@ -197,7 +195,6 @@ def _changed(
             calibrated.append(name)
         elif kind in (DAMAGED, CHANGED) and not _is_rounded_norm(name, *pair()):
             a, b = _floats(pair)
-            shapes[name] = tuple(forms.catalogs[0].about(name).shape)
             causes[name] = _cause(forms, name, a, b)
             factors |= _factors(forms, name, a, b)
             samples[name] = a.reshape(-1)[:_SAMPLE].copy(), b.reshape(-1)[:_SAMPLE].copy()
@@ -208,8 +205,8 @@ def _changed(
         if layer_of(name) in layers:
             factors |= _factors(forms, name, *_floats(pair_of(forms, name, threads)))
     everything = forms.catalogs[0]
-    excused = undone(factors, {name: tuple(everything.about(name).shape) for name in everything if factors})
-    excused &= causes.keys()
+    shapes = {name: tuple(everything.about(name).shape) for name in everything if causes}
+    excused = undone(factors, shapes) & causes.keys()
     places = _places(samples, shapes)
     ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)
     found = [find("source.changed", name, cause=places.get(name) or causes[name]) for name in ordered]
@@ -256,7 +253,7 @@ def _explains(forms: Forms, name: str, b: Array, a: Array) -> bool:
 def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return which tensors hold the values of other tensors."""
     texts: dict[str, str] = {}
-    alike = grouped(shapes, shapes.__getitem__).values()
+    alike = grouped(samples, shapes.__getitem__).values()
     for names in (group[:_MOST_ALIKE] for group in alike if len(group) > 1):
         cosines = _cosines(*(np.stack([samples[name][side] for name in names]) for side in (0, 1)))
         origins = cosines.argmax(axis=1)
@@ -310,12 +307,10 @@ def _cause(forms: Forms, name: str, a: Array, b: Array) -> str:
 def _order_of(forms: Forms, name: str, a: Array, b: Array) -> str:
     """Return how the rows or columns of a matrix are ordered otherwise, or an empty text."""
     rows, catalog = len(a), forms.catalogs[0]
-    recipe = catalog.recipes[name] if isinstance(catalog, RestructuredCatalog) else None
-    moves = () if recipe is None else recipe.moves
+    moves = catalog.recipes[name].moves if isinstance(catalog, RestructuredCatalog) else ()
     permuted = any(move.arrangement is not None and move.arrangement.rows is not None for move in moves)
     config = language_of(next((each.config for each in forms.catalogs if each.config), {}))
-    counts = {config.get(key) for key in ("num_attention_heads", "num_key_value_heads", "n_head")}
-    for heads in counts:
+    for heads in {config.get(key) for key in ("num_attention_heads", "num_key_value_heads", "n_head")}:
         if type(heads) is not int or heads <= 0 or rows % (2 * heads) or rows == 2 * heads:
             continue
         order = np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)

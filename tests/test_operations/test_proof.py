@@ -216,6 +216,38 @@ def test_codes_of_four_bits_in_bytes_are_judged_by_their_bits(tmp_path):
         assert [text for *_, text in faults(tmp_path, {f"{name}.weight": weights})] == expected
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_scales_that_are_codes_are_not_accused(kind, tmp_path):
+    """bitsandbytes rounds scales to the steps of the largest of 256, so blocks with a small one move further."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((64, 256), np.float32) * np.exp(rng.standard_normal((64, 1), np.float32))
+    config = {"model_type": "unknown", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    save_file({UP_0: weights}, tmp_path / "m" / "model.safetensors")
+    safeload.convert(tmp_path / "m", tmp_path / "q", quantize=f"bnb_{kind}")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    tensors = dict(load_file(tmp_path / "q" / "model.safetensors"))
+    scales = tensors[f"{UP_0}.absmax"]
+    steps = [10.0 ** (k - 6) * (0.1 + 0.9 * (np.arange(2**k) + 0.5) / 2**k) for k in range(7)]
+    table = np.sort(np.float32([*np.concatenate(steps), *-np.concatenate(steps), 0, 1]))
+    offset = float(scales.mean())
+    largest = np.abs(scales - offset).max()
+    codes = np.abs((scales - offset)[:, None] / largest - table).argmin(axis=1).astype(np.uint8)
+    name = f"{UP_0}.quant_state.bitsandbytes__{kind}"
+    state = {**json.loads(tensors[name].tobytes()), "nested_blocksize": 256, "nested_offset": offset}
+    tensors |= {
+        name: np.frombuffer(json.dumps(state).encode(), np.uint8),
+        f"{UP_0}.nested_absmax": np.float32([largest]),
+        f"{UP_0}.nested_quant_map": table,
+    }
+    wrong = codes.copy()
+    wrong[:4] = 255
+    for each, expected in ((codes, []), (wrong, ["4 of 64 rows differ, the first is row 0"])):
+        save_file({**tensors, f"{UP_0}.absmax": each}, tmp_path / "q" / "model.safetensors")
+        assert [text for *_, text in faults(tmp_path / "q", tmp_path / "m")] == expected
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_casts_are_not_accused(dtype, llama, tmp_path):
     safeload.convert(llama, tmp_path / "cast", dtype=dtype)
