@@ -301,6 +301,18 @@ void sl_table_free(sl_table *table);                                            
  * whether they ascend. */
 int32_t sl_table_list_names(const sl_table *table, int32_t sorted, void *make, void *put, void *list);
 
+/* Functions of the caller that make objects and take them over, with the signatures of Python's functions. */
+typedef struct sl_makers {
+    void *new_number; /* void *(unsigned long long): PyLong_FromUnsignedLongLong */
+    void *new_tuple;  /* void *(ptrdiff_t size): PyTuple_New */
+    void *fill_tuple; /* int (void *tuple, ptrdiff_t place, void *object), 0 or a failure: PyTuple_SetItem */
+    void *fill_list;  /* the same for a list: PyList_SetItem */
+} sl_makers;
+
+/* Puts a tuple of each tensor into a list: number of the dtype, tuple of the dims, first byte and one past the last.
+ * Returns 0 at the first failure of a function, which stays to be reported by the caller, else 1. */
+int32_t sl_table_list_entries(const sl_table *table, const sl_makers *makers, void *list);
+
 /* Numbers the shapes of a table: numbers[i] is the number of shape i, firsts[k] the first tensor with shape k. Equal
  * shapes have equal numbers, except that a shape between many others can get a new one. Returns how many numbers there
  * are, or 0 if there would be more than `most`, the room in `firsts`. */
@@ -387,7 +399,8 @@ sl_table *sl_safetensors_table(const void *data, uint64_t size); /* like sl_safe
 typedef struct sl_lone {
     uint64_t set; /* 1 if there is such a tensor; else 0, and the other fields are untouched */
     uint64_t dtype, begin, name_size, rank, dims[8];
-    char name[128]; /* UTF-8, not terminated */
+    char name[128];     /* UTF-8, not terminated */
+    sl_columns columns; /* of the table that is returned */
 } sl_lone;
 
 /* Like sl_safetensors_table, but a single tensor is copied to `lone`, without a table: NULL is returned for it, too. */

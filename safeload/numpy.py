@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .core import resident
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from .compat.serialize import deserialize as deserialize
     from .compat.serialize import serialize as serialize
     from .compat.serialize import serialize_file as serialize_file
-    from .core.files import Access
     from .core.progress import Progress
-    from .core.weight_file import WeightFile
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -60,9 +59,7 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    from .core.safetensors import writer  # only here: a program that loads small files needs none of it
-
-    return writer(tensor_dict, metadata).to_bytes()
+    return _core("safetensors").writer(tensor_dict, metadata).to_bytes()  # type: ignore[no-any-return]
 
 
 @public
@@ -97,9 +94,7 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].sum()
         np.float32(4.0)
     """
-    from .core.safetensors import writer
-
-    writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
+    _core("safetensors").writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
 
 
 @public
@@ -132,11 +127,9 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
 
 @cache  # a call takes a tenth of the time of an import statement
-def _loader() -> Callable[[WeightFile, Backend, Access], dict[str, Array]]:
-    """Import the function that loads larger files."""
-    from .core.load import load_all
-
-    return load_all
+def _core(module: str) -> Any:
+    """Import a module of the core when it is first used: a program that loads small files needs few of them."""
+    return import_module(f".core.{module}", __package__)
 
 
 @public
@@ -199,11 +192,11 @@ def load_file(
         if isinstance(opened, resident.Resident):
             return opened.arrays
         try:
-            return _loader()(opened, backend, "write")
+            return _core("load").load_all(opened, backend, "write")  # type: ignore[no-any-return]
         except MemoryError:  # the system refuses a writable mapping, and there is no memory for a copy
             if backend != "mmap":
                 raise
-            return _loader()(opened, backend, "either")
+            return _core("load").load_all(opened, backend, "either")  # type: ignore[no-any-return]
         finally:
             opened.close()
     from .core import safetensors

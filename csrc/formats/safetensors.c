@@ -379,6 +379,7 @@ sl_table *sl_safetensors_brief(const void *data, uint64_t size, sl_lone *lone) {
     lone->set = 0;
     if (table == NULL) return NULL;
     const sl_columns *columns = sl_table_columns(table);
+    lone->columns = *columns;
     if (columns->count != 1 || !columns->plain) return table;
     uint64_t rank = columns->dim_ends[0], name_size = columns->names_size - 1;
     if (rank > sizeof lone->dims / sizeof lone->dims[0] || name_size > sizeof lone->name) return table;

@@ -507,6 +507,32 @@ int32_t sl_table_list_names(const sl_table *table, int32_t sorted, void *make, v
     return order != NULL || table->columns.names_ascend;
 }
 
+/* Puts an object into a place of a tuple; false if making it or putting it failed. */
+static bool fill(const sl_makers *makers, void *tuple, uint64_t place, void *object) {
+    int (*const put)(void *, ptrdiff_t, void *) = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)makers->fill_tuple;
+    return object != NULL && put(tuple, (ptrdiff_t)place, object) == 0;
+}
+
+int32_t sl_table_list_entries(const sl_table *table, const sl_makers *makers, void *list) {
+    void *(*const number)(unsigned long long) = (void *(*)(unsigned long long))(uintptr_t)makers->new_number;
+    void *(*const tuple)(ptrdiff_t) = (void *(*)(ptrdiff_t))(uintptr_t)makers->new_tuple;
+    int (*const put)(void *, ptrdiff_t, void *) = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)makers->fill_list;
+    for (uint64_t i = 0; i < table->columns.count; i++) {
+        uint64_t first = dim_begin(table, i), rank = table->dim_ends[i] - first;
+        /* Each tuple belongs to its owner before it is filled, so that a failure leaks nothing. */
+        void *entry = tuple(4), *shape;
+        if (entry == NULL || put(list, (ptrdiff_t)i, entry) != 0) return 0;
+        shape = tuple((ptrdiff_t)rank);
+        if (!fill(makers, entry, 1, shape)) return 0;
+        for (uint64_t k = 0; k < rank; k++)
+            if (!fill(makers, shape, k, number(table->dims[first + k]))) return 0;
+        if (!fill(makers, entry, 0, number(table->dtypes[i])) || !fill(makers, entry, 2, number(table->begins[i])) ||
+            !fill(makers, entry, 3, number(table->ends[i])))
+            return 0;
+    }
+    return 1;
+}
+
 /* Recent shapes are remembered by this number of bits of a hash. */
 #define RECENT_BITS 8
 

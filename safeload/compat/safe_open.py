@@ -364,7 +364,7 @@ class safe_open:  # noqa: N801 - safetensors' name
     @public
     def keys(self) -> list[str]:
         """Return the names in ascending order."""
-        return self._opened().table.sorted_names()
+        return (self._file or self._opened()).table.sorted_names()
 
     @public
     def offset_keys(self) -> list[str]:
@@ -385,7 +385,7 @@ class safe_open:  # noqa: N801 - safetensors' name
             TensorNotFoundError: the name does not exist.
             UnsupportedError: the framework lacks the dtype.
         """
-        file = self._opened()
+        file = self._file or self._opened()
         index = file.table.index(name)
         if self._handle is not None:
             return self._handle.tensor((name, file, index), lambda: self._array(name, file, index))

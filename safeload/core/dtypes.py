@@ -86,6 +86,7 @@ BY_NUMBER = {row.number: row for row in (*TABLE, *BLOCK_TYPES.values(), _UNKNOWN
 # powers of two, so it is a dtype of scales and never of codes.
 FLOAT_CODES = frozenset(row.code for row in TABLE if row.floating and row.bits <= 8) - {"F8_E8M0"}
 INTEGER_CODES = frozenset(("I8", "U8", "I16", "I32", "U32"))
+_STORED = frozenset(row.number for row in SAFETENSORS if not row.packed)
 _NOT_PACKED = bytes(row.number for row in BY_NUMBER.values() if not row.packed)
 _NO_CODES = bytes(row.number for row in BY_NUMBER.values() if row.code not in FLOAT_CODES | INTEGER_CODES)
 
@@ -191,7 +192,7 @@ def _nearest(dtype: Any, among: Sequence[Dtype]) -> str:
 def of_array(array: Any, name: str) -> Dtype:
     """Return the row that stores this array."""
     row = row_of(array.dtype)
-    if row is None or row.packed or row not in SAFETENSORS:
+    if row is None or row.number not in _STORED:
         raise not_stored(shown(array.dtype), name)
     return row
 

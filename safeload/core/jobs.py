@@ -381,9 +381,9 @@ def read_small(
     """Read a small tensor into private memory, without releasing the GIL and without converting it."""
     array, size, store = empty_array(shape, dtype), end - begin, file.store
     if size:
-        address = pointer(ffi.from_buffer(array))
-        batched = not isinstance(store, LocalStore) or store.pages  # which drops the pages
-        if batched or file.local.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:
+        address = address_of(array)
+        alone = isinstance(store, LocalStore) and not store.pages  # a batch drops them
+        if not alone or store.use(short.sl_file_read, begin, address, size, None) != lib.SL_OK:  # type: ignore[attr-defined]
             Batch([Job(file, begin, address, size, origin=origin)]).run()  # a failed read fails again, with a message
     return native_order(array) if _SWAPS or not array.flags.aligned else array
 

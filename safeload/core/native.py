@@ -85,7 +85,7 @@ def _bind(name: str) -> Any:
 _SHORT = (
     "sl_safetensors_load", "sl_safetensors_table", "sl_safetensors_brief", "sl_safetensors_parse",
     "sl_safetensors_brief_header", "sl_gguf_read", "sl_gguf_free", "sl_table_find", "sl_table_list_names",
-    "sl_table_shapes", "sl_table_free", "sl_free", "sl_memory_alloc", "sl_memory_free", "sl_file_open",
+    "sl_table_list_entries", "sl_table_shapes", "sl_table_free", "sl_free", "sl_memory_alloc", "sl_memory_free", "sl_file_open",
     "sl_file_read", "sl_file_open_direct", "sl_file_map", "sl_file_unmap", "sl_file_close", "sl_stats_merge",
     "sl_file_resident", "sl_file_system", "sl_file_drop",
 )  # fmt: skip
@@ -98,11 +98,16 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 
-# The functions with which the core makes a list of names: a text of all of them, split, would be written twice.
-TEXT_MAKER, ITEM_SETTER = (
+# The functions with which the core makes lists: of names (a text of all of them, split, would be written twice), and
+# of entries (each field of a column would take two objects of `ffi`).
+TEXT_MAKER, ITEM_SETTER, *_makers = (
     ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
-    for name in ("PyUnicode_FromStringAndSize", "PyList_SetItem")
-)
+    for name in (
+        "PyUnicode_FromStringAndSize", "PyList_SetItem", "PyLong_FromUnsignedLongLong", "PyTuple_New", "PyTuple_SetItem"
+    )
+)  # fmt: skip
+_MAKERS = ffi.new("sl_makers *", [ffi.cast("void *", maker) for maker in (*_makers, ITEM_SETTER)])
+MAKERS = pointer(_MAKERS)
 
 # Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error.
 Loaded = ctypes.c_char * ffi.sizeof("sl_loaded")
@@ -119,10 +124,18 @@ def columns_at(address: int) -> tuple[int, ...]:
     return _column_fields.unpack(bytes_at(address, _column_fields.size))
 
 
-# Makes an ``sl_lone`` for `short`, and unpacks its numbers: they precede its name.
+# Makes an ``sl_lone`` for `short`, and unpacks its numbers, which precede its name, and its columns.
 Lone = ctypes.c_char * ffi.sizeof("sl_lone")
 LONE_NAME = ffi.offsetof("sl_lone", "name")
 lone_numbers = struct.Struct(f"={LONE_NAME // 8}Q").unpack_from
+
+
+def lone_columns(lone: Any) -> tuple[int, ...]:
+    """Return the fields of the columns as `columns_at` does."""
+    return _column_fields.unpack_from(lone, _LONE_COLUMNS)
+
+
+_LONE_COLUMNS = ffi.offsetof("sl_lone", "columns")
 
 # Makes an ``sl_brief_header`` for `short`. It begins with its places; its header begins at this byte.
 BriefHeader = ctypes.c_char * ffi.sizeof("sl_brief_header")

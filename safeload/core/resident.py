@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # memory, 128 KiB, because that would be as slow as mapping the file.
 _SMALL = {"mmap": 127 << 10, "auto": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
 
+# Up to this many tensors, making a tuple of each costs less than decoding the columns.
+_FEW = 16
+
 _LITTLE = sys.byteorder == "little"
 _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
 
@@ -116,13 +119,14 @@ def _place(data: Any) -> tuple[memoryview, bytes | int, int]:
     return view, pointer(ffi.from_buffer(view)), len(view)
 
 
-def _table(address: int | None, place: Sequence[Any]) -> Table:
+def _table(address: int | None, place: Sequence[Any], fields: Sequence[int] | None = None) -> Table:
     """Return the table at an address, or raise the error of a file for which there is none."""
     if address is None:
         table, error = ffi.new(_TABLE), Error()  # again, to get the error
         check(short.sl_safetensors_parse(*place, pointer(table), pointer(error)), error)
         address = pointer(table[0])
-    return Table(address)
+        fields = None
+    return Table(address, fields)
 
 
 def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
@@ -139,7 +143,7 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
             content = memoryview(bytearray(view)) if small else view  # which nobody can resize
             array = array_over(content, dtypes.array_dtype(dtype), numbers[5 : 5 + rank], begin)
             return {name: _large_copy(array) if copy and not small else array}, None
-    columns = _table(table, (address, size))
+    columns = _table(table, (address, size), native.lone_columns(lone))
     if small and columns.plain:
         return views_of(columns, memoryview(bytearray(view))), columns
     arrays = views_of(columns, view)
@@ -166,9 +170,9 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
             )
             arrays[name] = native_order(array)
         return arrays
-    if table.count == 1:
-        number, shape, begin, _ = table.entry(0)
-        return {table.names[0]: array_over(buffer, dtypes.array_dtype(number), shape, begin)}
+    if 0 < table.count <= _FEW:
+        numbers, shapes, begins, _ = zip(*table.entries(), strict=True)
+        return dict(zip(table.names, over(buffer, dtypes.array_dtypes(bytes(numbers)), shapes, begins), strict=True))
     with paused(table.count):
         views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
         return dict(zip(table.names, views, strict=True))

@@ -97,10 +97,9 @@ class Window:
     tensors are copied from the window, unless the table is not `Table.plain`. It does not keep the file open.
     """
 
-    def __init__(self) -> None:
-        # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
-        self._content: tuple[int, int, Any] = 0, 0, None
-        self._next = -1  # end of the last tensor
+    # Its first byte in the file, one past the last, and its memory: replaced as a whole, as other threads may read.
+    _content: tuple[int, int, Any] = 0, 0, None
+    _next = -1  # end of the last tensor
 
     def tensor(self, file: WeightFile, index: int, entry: Entry) -> Array:
         """Return a tensor in its own memory; the file must not change between calls."""
@@ -355,14 +354,18 @@ class FileWriter:
         if metadata is not None:
             check_mapping(metadata, "metadata", "str to str")
         names = list(tensors)
+        sources = self._sources = []
+        shapes, numbers = [], bytearray()
         for name in names:
             if type(name) is not str:
                 text(name, "a tensor name", tensor=name)
-        sources = self._sources = [source_of(name, tensors[name]) for name in names]
-        shapes = [source.shape for source in sources]
-        numbers = bytes([source.row.number for source in sources])
+        for name in names:
+            source = source_of(name, tensors[name])
+            sources.append(source)
+            shapes.append(source.shape)
+            numbers.append(source.row.number)
         # `room` spaces follow the header; 0 gives the bytes of upstream.
-        self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
+        self._head, self._order, sizes = _header(names, bytes(numbers), shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
             if source.data is None and (source.nbytes != size or (size and source.address == 0)):
                 fault = f"data_len is {source.nbytes}, but {source.row.code} {list(source.shape)} needs {size} bytes"
@@ -404,8 +407,14 @@ class FileWriter:
 
     def to_bytes(self) -> bytes:
         """Return the whole file."""
-        if all(source.whole for source in self._sources):
-            return b"".join([self._head, *(self._sources[index].buffer for index in self._order)])
+        parts = [self._head]
+        for index in self._order:
+            source = self._sources[index]
+            if not source.whole:
+                break
+            parts.append(source.buffer)
+        else:
+            return b"".join(parts)
         out = bytearray(self.size)
         position = 0
         with closing(self.pieces()) as pieces:

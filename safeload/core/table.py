@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import UnsupportedError, exported
 from . import dtypes
 from .arrays import ArraySpec, array_spec
-from .native import ITEM_SETTER, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
+from .native import ITEM_SETTER, MAKERS, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
 from .text import check_name, error_about, missing, printable
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ _SEARCH_COST = 16
 _SHARED_FROM = 1000
 # From this many numbers on, numpy compares faster than Python builds a list.
 _NUMPY_FROM = 100
-
-# This number of searches costs less than a dict and the columns, even for a single tensor.
-_FREE_SEARCHES = 2
 
 _COLUMNS, _NUMBERS = map(ffi.typeof, ("const sl_columns *", "const uint64_t *"))
 # Places of fields in `native.columns_at`.
@@ -191,7 +188,7 @@ class Table:
         """Return the index of a tensor, or -1."""
         if self._index is None:
             self._searches += 1
-            if self._address and (self._searches <= _FREE_SEARCHES or self._searches * _SEARCH_COST <= self.count):
+            if self._address and self._searches * _SEARCH_COST <= self.count:
                 try:
                     encoded = name.encode()
                 except UnicodeEncodeError:  # no file has a name with a lone surrogate
@@ -202,9 +199,9 @@ class Table:
 
     def index(self, name: str) -> int:
         """Return the index of a tensor."""
-        check_name(name)
-        index = self.find(name)
+        index = self.find(name) if isinstance(name, str) else -1
         if index < 0:
+            check_name(name)
             raise missing(name, self.names)
         return index
 
@@ -308,13 +305,21 @@ class Table:
 
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
-        if self._entries is not None:
-            return self._entries[index]
-        if self._index is not None:  # after many searches, the columns make each further entry a single step
-            self._entries = list(zip(*self._columns_between(0, self.count), strict=True))
-            return self._entries[index]
-        columns = self._columns()
-        return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
+        if self._entries is None and self._index is None:
+            columns = self._columns()
+            return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
+        return self.entries()[index]  # after many searches, or in a small table
+
+    def entries(self) -> list[Entry]:
+        """Return the properties of all tensors, each with a shape of its own. Must not be modified."""
+        if self._entries is None:
+            if self._address:
+                entries: list[Any] = [None] * self.count
+                short.sl_table_list_entries(self._address, MAKERS, id(entries))
+            else:
+                entries = list(zip(*self._columns_between(0, self.count), strict=True))
+            self._entries = entries
+        return self._entries
 
     def columns(self, indices: Sequence[int]) -> Columns:
         """Return the properties of tensors; if they are few, the rest of the table is not decoded."""
