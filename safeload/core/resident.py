@@ -19,7 +19,7 @@ from .arrays import Array, array_over, array_spec, over
 from .memory import HUGE_FROM, private_array, thread_count
 from .native import Error, Loaded, Lone, check, ffi, lib, loaded_fields, lone_numbers, pointer, short
 from .runtime import paused
-from .table import Table
+from .table import FEW, Table
 from .text import PathLike, native_path
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 # The largest file to read whole, by backend. For "mmap" the limit is the size from which glibc's malloc may map new
 # memory, 128 KiB, because that would be as slow as mapping the file.
 _SMALL = {"mmap": 127 << 10, "auto": 127 << 10, "pread": (2 << 20) - 1, "direct": 0}
-
-# Up to this many tensors, making a tuple of each costs less than decoding the columns.
-_FEW = 16
 
 _LITTLE = sys.byteorder == "little"
 _LOADED, _TABLE = map(ffi.typeof, ("sl_loaded *", "sl_table **"))
@@ -170,7 +167,7 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
             )
             arrays[name] = native_order(array)
         return arrays
-    if 0 < table.count <= _FEW:
+    if 0 < table.count <= FEW:
         numbers, shapes, begins, _ = zip(*table.entries(), strict=True)
         return dict(zip(table.names, over(buffer, dtypes.array_dtypes(bytes(numbers)), shapes, begins), strict=True))
     with paused(table.count):

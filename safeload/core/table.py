@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # A search in C takes as long as adding this many names to a dict. A dict is built as soon as the searches have cost as
 # much as the dict will.
 _SEARCH_COST = 16
+# Up to this many tensors, making a tuple of each costs less than decoding columns.
+FEW = _SEARCH_COST
 # From this many tensors on, equal shapes share a tuple, because the garbage collector visits each tuple several times.
 _SHARED_FROM = 1000
 # From this many numbers on, numpy compares faster than Python builds a list.
@@ -175,11 +177,11 @@ class Table:
 
     def sorted_names(self) -> list[str]:
         """Return the names in ascending order of their UTF-8 bytes, which is also the order of their code points."""
-        # The caller gets a new list either way, so listing a file should not keep a second list in memory.
-        if self._names is None:
+        # The caller gets a new list either way, so listing a large file should not keep a second list in memory.
+        if self._names is None and self.count > FEW:
             names, ascend = self._list_names(True)
         else:
-            names, ascend = list(self._names), bool(self._fields[_ASCEND])
+            names, ascend = list(self.names), bool(self._fields[_ASCEND])
         if not ascend:
             names.sort()
         return names
