@@ -307,16 +307,16 @@ typedef struct sl_makers {
     void *new_tuple;  /* void *(ptrdiff_t size): PyTuple_New */
     void *fill_tuple; /* int (void *tuple, ptrdiff_t place, void *object), 0 or a failure: PyTuple_SetItem */
     void *fill_list;  /* the same for a list: PyList_SetItem */
+    void *keep;       /* void (void *object), before it goes into one more place: Py_IncRef */
 } sl_makers;
 
 /* Puts a tuple of each tensor into a list: number of the dtype, tuple of the dims, first byte and one past the last.
- * Returns 0 at the first failure of a function, which stays to be reported by the caller, else 1. */
+ * Returns 0 at the first failure of a function, else 1. */
 int32_t sl_table_list_entries(const sl_table *table, const sl_makers *makers, void *list);
 
-/* Numbers the shapes of a table: numbers[i] is the number of shape i, firsts[k] the first tensor with shape k. Equal
- * shapes have equal numbers, except that a shape between many others can get a new one. Returns how many numbers there
- * are, or 0 if there would be more than `most`, the room in `firsts`. */
-uint64_t sl_table_shapes(const sl_table *table, uint32_t *numbers, uint32_t *firsts, uint64_t most);
+/* Like sl_table_list_entries, for the dims of the tensors [begin, end) alone. Equal dims share a tuple, except that one
+ * between many others can get a new one. */
+int32_t sl_table_list_shapes(const sl_table *table, uint64_t begin, uint64_t end, const sl_makers *makers, void *list);
 
 /* ---- memory and files (platform/posix.c, platform/windows.c) ---- */
 

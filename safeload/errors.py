@@ -328,7 +328,7 @@ def public(function: _Function) -> _Function:
         @wraps(function)
         def boundary(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
+                return function(*args, **kwargs) if kwargs else function(*args)  # without a copy of the dict
             except BaseException as error:
                 _trim(error)
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .compat.safe_open import safe_open as safe_open  # as in safetensors.flax
@@ -34,6 +35,14 @@ __all__ = ["load", "load_checkpoint", "load_file", "save", "save_file"]
 _FOLDERS = "safeload.jax.load_checkpoint"
 # Names of safetensors.flax that need JAX.
 _LATER = {"Array": ("frameworks.jax_arrays", "Array"), "_jnp2np": ("frameworks.jax_arrays", "as_numpy")}
+
+
+@cache  # a call takes a tenth of the time of an import statement
+def _arrays() -> Any:
+    """Import the functions that need JAX."""
+    from .frameworks import jax_arrays
+
+    return jax_arrays
 
 
 @public
@@ -83,8 +92,7 @@ def load_file(
         >>> load_file("model.safetensors")["conv1.bias"].shape
         (128,)
     """
-    from .frameworks import jax_arrays
-
+    jax_arrays = _arrays()
     check_backend(backend)
     check_threads(threads)
     parse_target(dtype)  # refuses other dtypes before anything is opened
@@ -125,11 +133,9 @@ def load(data: Any) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    from .frameworks.jax_arrays import copied
-
     if isinstance(data, (str, os.PathLike)):
         raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
-    return copied(resident.parse(data, copy=False)[0])
+    return _arrays().copied(resident.parse(data, copy=False)[0])  # type: ignore[no-any-return]
 
 
 @public
@@ -238,9 +244,7 @@ def save(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) 
         >>> load(save({"weight": jnp.ones((2, 2))}))["weight"].sum()
         Array(4., dtype=float32)
     """
-    from .frameworks.jax_arrays import to_write
-
-    return safetensors.writer(to_write(tensors), metadata).to_bytes()
+    return safetensors.writer(_arrays().to_write(tensors), metadata).to_bytes()
 
 
 @public
@@ -274,17 +278,13 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].dtype
         dtype(bfloat16)
     """
-    from .frameworks import jax_arrays
-
-    writer = safetensors.writer(jax_arrays.to_write(tensors), metadata)
+    writer = safetensors.writer(_arrays().to_write(tensors), metadata)
     writer.to_file(filename, overwrite=overwrite, durable=durable)
 
 
 def _np2jnp(numpy_dict: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with NumPy arrays."""
-    from .frameworks import jax_arrays
-
-    return jax_arrays.copied({name: as_array(value, name) for name, value in numpy_dict.items()})
+    return _arrays().copied({name: as_array(value, name) for name, value in numpy_dict.items()})  # type: ignore[no-any-return]
 
 
 def __getattr__(name: str) -> Any:

@@ -507,27 +507,48 @@ int32_t sl_table_list_names(const sl_table *table, int32_t sorted, void *make, v
     return order != NULL || table->columns.names_ascend;
 }
 
-/* Puts an object into a place of a tuple; false if making it or putting it failed. */
-static bool fill(const sl_makers *makers, void *tuple, uint64_t place, void *object) {
-    int (*const put)(void *, ptrdiff_t, void *) = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)makers->fill_tuple;
-    return object != NULL && put(tuple, (ptrdiff_t)place, object) == 0;
+/* The caller's functions, with their types. */
+typedef struct makers {
+    void *(*number)(unsigned long long);
+    void *(*tuple)(ptrdiff_t);
+    int (*fill_tuple)(void *, ptrdiff_t, void *);
+    int (*fill_list)(void *, ptrdiff_t, void *);
+    void (*keep)(void *);
+} makers;
+
+static makers typed(const sl_makers *untyped) {
+    return (makers){
+        .number = (void *(*)(unsigned long long))(uintptr_t)untyped->new_number,
+        .tuple = (void *(*)(ptrdiff_t))(uintptr_t)untyped->new_tuple,
+        .fill_tuple = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)untyped->fill_tuple,
+        .fill_list = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)untyped->fill_list,
+        .keep = (void (*)(void *))(uintptr_t)untyped->keep,
+    };
 }
 
-int32_t sl_table_list_entries(const sl_table *table, const sl_makers *makers, void *list) {
-    void *(*const number)(unsigned long long) = (void *(*)(unsigned long long))(uintptr_t)makers->new_number;
-    void *(*const tuple)(ptrdiff_t) = (void *(*)(ptrdiff_t))(uintptr_t)makers->new_tuple;
-    int (*const put)(void *, ptrdiff_t, void *) = (int (*)(void *, ptrdiff_t, void *))(uintptr_t)makers->fill_list;
+/* Puts a new object into a place of a tuple; false if making it or putting it failed. A tuple is filled after it has an
+ * owner, so that a failure leaks nothing. */
+static bool put_new(const makers *make, void *tuple, uint64_t place, void *object) {
+    return object != NULL && make->fill_tuple(tuple, (ptrdiff_t)place, object) == 0;
+}
+
+/* Puts the dims of a tensor into a tuple. */
+static bool put_dims(const makers *make, const sl_table *table, uint64_t i, void *shape) {
+    uint64_t first = dim_begin(table, i), rank = table->dim_ends[i] - first;
+    for (uint64_t k = 0; k < rank; k++)
+        if (!put_new(make, shape, k, make->number(table->dims[first + k]))) return false;
+    return true;
+}
+
+int32_t sl_table_list_entries(const sl_table *table, const sl_makers *untyped, void *list) {
+    const makers make = typed(untyped);
     for (uint64_t i = 0; i < table->columns.count; i++) {
-        uint64_t first = dim_begin(table, i), rank = table->dim_ends[i] - first;
-        /* Each tuple belongs to its owner before it is filled, so that a failure leaks nothing. */
-        void *entry = tuple(4), *shape;
-        if (entry == NULL || put(list, (ptrdiff_t)i, entry) != 0) return 0;
-        shape = tuple((ptrdiff_t)rank);
-        if (!fill(makers, entry, 1, shape)) return 0;
-        for (uint64_t k = 0; k < rank; k++)
-            if (!fill(makers, shape, k, number(table->dims[first + k]))) return 0;
-        if (!fill(makers, entry, 0, number(table->dtypes[i])) || !fill(makers, entry, 2, number(table->begins[i])) ||
-            !fill(makers, entry, 3, number(table->ends[i])))
+        void *entry = make.tuple(4), *shape;
+        if (entry == NULL || make.fill_list(list, (ptrdiff_t)i, entry) != 0) return 0;
+        shape = make.tuple((ptrdiff_t)(table->dim_ends[i] - dim_begin(table, i)));
+        if (!put_new(&make, entry, 0, make.number(table->dtypes[i])) || !put_new(&make, entry, 1, shape) ||
+            !put_dims(&make, table, i, shape) || !put_new(&make, entry, 2, make.number(table->begins[i])) ||
+            !put_new(&make, entry, 3, make.number(table->ends[i])))
             return 0;
     }
     return 1;
@@ -536,26 +557,34 @@ int32_t sl_table_list_entries(const sl_table *table, const sl_makers *makers, vo
 /* Recent shapes are remembered by this number of bits of a hash. */
 #define RECENT_BITS 8
 
-uint64_t sl_table_shapes(const sl_table *table, uint32_t *numbers, uint32_t *firsts, uint64_t most) {
+int32_t sl_table_list_shapes(const sl_table *table, uint64_t begin, uint64_t end, const sl_makers *untyped,
+                             void *list) {
     const uint64_t odd = 0x9e3779b97f4a7c15u; /* as in hash_of */
-    uint32_t recent[1 << RECENT_BITS];
-    memset(recent, 0xff, sizeof recent);
-    uint64_t distinct = 0;
-    for (uint64_t i = 0; i < table->columns.count; i++) {
-        uint64_t begin = dim_begin(table, i), rank = table->dim_ends[i] - begin, hash = rank;
-        for (uint64_t k = 0; k < rank; k++) hash = (hash ^ table->dims[begin + k]) * odd;
-        uint32_t *slot = &recent[hash >> (64 - RECENT_BITS)];
-        if (*slot < distinct) {
-            uint64_t first = firsts[*slot], at = dim_begin(table, first);
-            if (table->dim_ends[first] - at == rank &&
-                memcmp(table->dims + at, table->dims + begin, (size_t)rank * sizeof *table->dims) == 0) {
-                numbers[i] = *slot;
-                continue;
-            }
-        }
-        if (distinct == most) return 0;
-        firsts[distinct] = (uint32_t)i;
-        numbers[i] = *slot = (uint32_t)distinct++;
+    const makers make = typed(untyped);
+    struct {
+        void *shape;
+        const uint64_t *dims;
+        uint64_t rank;
+    } recent[1 << RECENT_BITS];
+    memset(recent, 0, sizeof recent);
+    for (uint64_t i = begin; i < end; i++) {
+        const uint64_t *dims = table->dims + dim_begin(table, i);
+        uint64_t rank = table->dim_ends[i] - dim_begin(table, i), hash = rank, slot;
+        for (uint64_t k = 0; k < rank; k++) hash = (hash ^ dims[k]) * odd;
+        slot = hash >> (64 - RECENT_BITS);
+        void *shape = recent[slot].shape;
+        bool known = shape != NULL && recent[slot].rank == rank &&
+                     (rank == 0 || memcmp(recent[slot].dims, dims, (size_t)rank * sizeof *dims) == 0);
+        if (known)
+            make.keep(shape);
+        else
+            shape = make.tuple((ptrdiff_t)rank);
+        if (shape == NULL || make.fill_list(list, (ptrdiff_t)(i - begin), shape) != 0) return 0;
+        if (known) continue;
+        if (!put_dims(&make, table, i, shape)) return 0;
+        recent[slot].shape = shape;
+        recent[slot].dims = dims;
+        recent[slot].rank = rank;
     }
-    return distinct;
+    return 1;
 }

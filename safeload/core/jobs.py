@@ -14,7 +14,7 @@ from ..errors import RangeError
 from .arrays import Array, byteswapped, swappable
 from .files import NONE_FREE, LocalStore
 from .memory import empty_array, thread_count
-from .native import TIER, Error, address_of, check, ffi, lib, pointer, private_buffer, short
+from .native import TIER, Error, address_of, check, ffi, lib, private_buffer, short
 from .progress import SILENT, Progress, reporter
 from .tensors import Spans
 from .text import subject

@@ -85,9 +85,9 @@ def _bind(name: str) -> Any:
 _SHORT = (
     "sl_safetensors_load", "sl_safetensors_table", "sl_safetensors_brief", "sl_safetensors_parse",
     "sl_safetensors_brief_header", "sl_gguf_read", "sl_gguf_free", "sl_table_find", "sl_table_list_names",
-    "sl_table_list_entries", "sl_table_shapes", "sl_table_free", "sl_free", "sl_memory_alloc", "sl_memory_free", "sl_file_open",
-    "sl_file_read", "sl_file_open_direct", "sl_file_map", "sl_file_unmap", "sl_file_close", "sl_stats_merge",
-    "sl_file_resident", "sl_file_system", "sl_file_drop",
+    "sl_table_list_entries", "sl_table_list_shapes", "sl_table_free", "sl_free", "sl_memory_alloc", "sl_memory_free",
+    "sl_file_open", "sl_file_read", "sl_file_open_direct", "sl_file_map", "sl_file_unmap", "sl_file_close",
+    "sl_stats_merge", "sl_file_resident", "sl_file_system", "sl_file_drop",
 )  # fmt: skip
 short: Any = type("short", (), {name: _bind(name) for name in _SHORT})
 
@@ -98,15 +98,17 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 
-# The functions with which the core makes lists: of names (a text of all of them, split, would be written twice), and
-# of entries (each field of a column would take two objects of `ffi`).
-TEXT_MAKER, ITEM_SETTER, *_makers = (
+# The functions with which the core makes lists: a text of all names, split, would be written twice, and each field of a
+# column would take two objects of `ffi`.
+TEXT_MAKER, *_makers = (
     ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
     for name in (
-        "PyUnicode_FromStringAndSize", "PyList_SetItem", "PyLong_FromUnsignedLongLong", "PyTuple_New", "PyTuple_SetItem"
+        "PyUnicode_FromStringAndSize",
+        *("PyLong_FromUnsignedLongLong", "PyTuple_New", "PyTuple_SetItem", "PyList_SetItem", "Py_IncRef"),
     )
-)  # fmt: skip
-_MAKERS = ffi.new("sl_makers *", [ffi.cast("void *", maker) for maker in (*_makers, ITEM_SETTER)])
+)
+ITEM_SETTER = _makers[3]
+_MAKERS = ffi.new("sl_makers *", [ffi.cast("void *", maker) for maker in _makers])
 MAKERS = pointer(_MAKERS)
 
 # Makes an ``sl_loaded`` for `short`, and unpacks its fields before the error.
@@ -116,26 +118,20 @@ loaded_fields = struct.Struct(f"@qQqQQPP{_COLUMNS}").unpack_from
 # The place of the first column among these fields.
 LOADED_COLUMNS = 7
 
-_column_fields = struct.Struct(f"@{_COLUMNS}")
+column_fields = struct.Struct(f"@{_COLUMNS}").unpack_from
 
 
 def columns_at(address: int) -> tuple[int, ...]:
     """Return the fields of an ``sl_columns`` up to ``metadata_size``; see `table`."""
-    return _column_fields.unpack(bytes_at(address, _column_fields.size))
+    return column_fields(bytes_at(address, struct.calcsize(f"@{_COLUMNS}")))
 
 
-# Makes an ``sl_lone`` for `short`, and unpacks its numbers, which precede its name, and its columns.
+# Makes an ``sl_lone`` for `short`, and unpacks its numbers: they precede its name. Columns of a table follow it.
 Lone = ctypes.c_char * ffi.sizeof("sl_lone")
 LONE_NAME = ffi.offsetof("sl_lone", "name")
 lone_numbers = struct.Struct(f"={LONE_NAME // 8}Q").unpack_from
 
-
-def lone_columns(lone: Any) -> tuple[int, ...]:
-    """Return the fields of the columns as `columns_at` does."""
-    return _column_fields.unpack_from(lone, _LONE_COLUMNS)
-
-
-_LONE_COLUMNS = ffi.offsetof("sl_lone", "columns")
+LONE_COLUMNS = ffi.offsetof("sl_lone", "columns")
 
 # Makes an ``sl_brief_header`` for `short`. It begins with its places; its header begins at this byte.
 BriefHeader = ctypes.c_char * ffi.sizeof("sl_brief_header")

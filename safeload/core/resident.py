@@ -140,7 +140,7 @@ def parse(data: Any, *, copy: bool) -> tuple[dict[str, Array], Table | None]:
             content = memoryview(bytearray(view)) if small else view  # which nobody can resize
             array = array_over(content, dtypes.array_dtype(dtype), numbers[5 : 5 + rank], begin)
             return {name: _large_copy(array) if copy and not small else array}, None
-    columns = _table(table, (address, size), native.lone_columns(lone))
+    columns = _table(table, (address, size), native.column_fields(lone, native.LONE_COLUMNS))
     if small and columns.plain:
         return views_of(columns, memoryview(bytearray(view))), columns
     arrays = views_of(columns, view)

@@ -6,7 +6,7 @@ from array import array as plain_array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, chain
-from operator import add
+from operator import add, attrgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -307,6 +307,9 @@ class TensorToWrite(NamedTuple):
         return ffi.buffer(ffi.cast("char *", self.address), self.nbytes) if self.data is None else self.data
 
 
+_SHAPE, _NUMBER, _WHOLE, _BUFFER = map(attrgetter, ("shape", "row.number", "whole", "buffer"))
+
+
 def _staged(ahead: Sequence[Lazy]) -> AbstractContextManager[Iterator[tuple[int, int, bool]]]:
     """Return the bytes to read ahead, or nothing."""
     if not ahead:
@@ -354,18 +357,13 @@ class FileWriter:
         if metadata is not None:
             check_mapping(metadata, "metadata", "str to str")
         names = list(tensors)
-        sources = self._sources = []
-        shapes, numbers = [], bytearray()
         for name in names:
             if type(name) is not str:
                 text(name, "a tensor name", tensor=name)
-        for name in names:
-            source = source_of(name, tensors[name])
-            sources.append(source)
-            shapes.append(source.shape)
-            numbers.append(source.row.number)
+        sources = self._sources = list(map(source_of, names, map(tensors.__getitem__, names)))
+        shapes, numbers = list(map(_SHAPE, sources)), bytes(map(_NUMBER, sources))
         # `room` spaces follow the header; 0 gives the bytes of upstream.
-        self._head, self._order, sizes = _header(names, bytes(numbers), shapes, metadata, room=room)
+        self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
         for name, source, size in zip(names, sources, sizes, strict=True):
             if source.data is None and (source.nbytes != size or (size and source.address == 0)):
                 fault = f"data_len is {source.nbytes}, but {source.row.code} {list(source.shape)} needs {size} bytes"
@@ -407,14 +405,9 @@ class FileWriter:
 
     def to_bytes(self) -> bytes:
         """Return the whole file."""
-        parts = [self._head]
-        for index in self._order:
-            source = self._sources[index]
-            if not source.whole:
-                break
-            parts.append(source.buffer)
-        else:
-            return b"".join(parts)
+        sources = [self._sources[index] for index in self._order]
+        if all(map(_WHOLE, sources)):
+            return b"".join([self._head, *map(_BUFFER, sources)])
         out = bytearray(self.size)
         position = 0
         with closing(self.pieces()) as pieces:

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import UnsupportedError, exported
 from . import dtypes
 from .arrays import ArraySpec, array_spec
-from .native import ITEM_SETTER, MAKERS, TEXT_MAKER, bytes_at, columns_at, ffi, lib, pointer, short
+from .native import ITEM_SETTER, MAKERS, TEXT_MAKER, bytes_at, columns_at, ffi, lib, short
 from .text import check_name, error_about, missing, printable
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 _SEARCH_COST = 16
 # Up to this many tensors, making a tuple of each costs less than decoding columns.
 FEW = _SEARCH_COST
-# From this many tensors on, equal shapes share a tuple, because the garbage collector visits each tuple several times.
-_SHARED_FROM = 1000
-# From this many numbers on, numpy compares faster than Python builds a list.
-_NUMPY_FROM = 100
 
 _COLUMNS, _NUMBERS = map(ffi.typeof, ("const sl_columns *", "const uint64_t *"))
 # Places of fields in `native.columns_at`.
@@ -196,7 +192,7 @@ class Table:
                 except UnicodeEncodeError:  # no file has a name with a lone surrogate
                     return -1
                 return int(short.sl_table_find(self._address, encoded, len(encoded)))
-            self._index = {known: index for index, known in enumerate(self.names)}
+            self._index = dict(zip(self.names, range(self.count), strict=True))
         return self._index.get(name, -1)
 
     def index(self, name: str) -> int:
@@ -228,35 +224,14 @@ class Table:
     def shapes(self) -> list[tuple[int, ...]]:
         """Logical shapes."""
         if self._shapes is None:
-            self._shapes = self._shared_shapes() or self._shapes_between(0, self.count)
+            self._shapes = self._shapes_between(0, self.count)
         return self._shapes
 
     def _shapes_between(self, begin: int, end: int) -> list[tuple[int, ...]]:
-        if begin == end:
-            return []
-        columns, count = self._columns(), end - begin
-        before, last = columns.dim_ends[begin - 1] if begin else 0, columns.dim_ends[end - 1]
-        dims = tuple(ffi.unpack(columns.dims + before, last - before)) if last > before else ()
-        rank = len(dims) // count
-        if rank and count >= _NUMPY_FROM:
-            expected = np.arange(before + rank, last + 1, rank, dtype=np.uint64).tobytes()
-            if expected == ffi.buffer(columns.dim_ends + begin, 8 * count)[:]:
-                return list(zip(*[iter(dims)] * rank, strict=True))
-        ends = ffi.unpack(columns.dim_ends + begin, count)
-        return [dims[a - before : b - before] for a, b in pairwise([before, *ends])]
-
-    def _shared_shapes(self) -> list[tuple[int, ...]] | None:
-        """Return the shapes of many tensors, in which equal shapes share a tuple; None if few shapes are equal."""
-        if self.count < _SHARED_FROM:
-            return None
-        numbers = np.empty(self.count, np.uint32)
-        firsts = np.empty(self.count // _SEARCH_COST, np.uint32)
-        places = [pointer(ffi.from_buffer(column)) for column in (numbers, firsts)]
-        distinct = short.sl_table_shapes(self._address, *places, len(firsts))
-        if not distinct:
-            return None
-        shapes = [self.shape(index) for index in firsts[:distinct].tolist()]
-        return list(map(shapes.__getitem__, numbers.tolist()))
+        """Return shapes of neighbours; equal shapes share a tuple, because the garbage collector visits each tuple."""
+        shapes: list[Any] = [()] * (end - begin)
+        short.sl_table_list_shapes(self._address, begin, end, MAKERS, id(shapes))
+        return shapes
 
     def begins(self) -> list[int]:
         """Return the first byte of each tensor in the file."""
@@ -279,9 +254,7 @@ class Table:
         """Return the logical shape of a tensor, without decoding other shapes."""
         if self._shapes is not None:
             return self._shapes[index]
-        columns = self._columns()
-        begin = columns.dim_ends[index - 1] if index else 0
-        return tuple(ffi.unpack(columns.dims + begin, columns.dim_ends[index] - begin))
+        return self._shapes_between(index, index + 1)[0]
 
     def row(self, index: int) -> dtypes.Dtype:
         """Return a tensor's row of the dtype table."""
@@ -307,10 +280,11 @@ class Table:
 
     def entry(self, index: int) -> Entry:
         """Return the properties needed to read a tensor."""
-        if self._entries is None and self._index is None:
+        entries = self._entries
+        if entries is None and self._index is None:
             columns = self._columns()
             return columns.dtypes[index], self.shape(index), columns.begins[index], columns.ends[index]
-        return self.entries()[index]  # after many searches, or in a small table
+        return (entries or self.entries())[index]  # after many searches, or in a small table
 
     def entries(self) -> list[Entry]:
         """Return the properties of all tensors, each with a shape of its own. Must not be modified."""

@@ -456,8 +456,7 @@ def load_checkpoint(
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with these NumPy arrays."""
     copies = put([*arrays.values()], None, borrowed=True)
-    jax.block_until_ready(copies)
-    return dict(zip(arrays, copies, strict=True))
+    return {name: copy.block_until_ready() for name, copy in zip(arrays, copies, strict=True)}
 
 
 def as_numpy(arrays: Mapping[str, Any]) -> dict[str, NumpyArray]:
