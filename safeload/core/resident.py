@@ -167,9 +167,9 @@ def views_of(table: Table, buffer: Any) -> dict[str, Array]:
             )
             arrays[name] = native_order(array)
         return arrays
-    if 0 < table.count <= FEW:
-        numbers, shapes, begins, _ = zip(*table.entries(), strict=True)
-        return dict(zip(table.names, over(buffer, dtypes.array_dtypes(bytes(numbers)), shapes, begins), strict=True))
+    if table.count <= FEW:
+        entries = zip(table.names, table.entries(), strict=True)
+        return {name: array_over(buffer, dtypes.array_dtype(kind), dims, at) for name, (kind, dims, at, _) in entries}
     with paused(table.count):
         views = over(buffer, dtypes.array_dtypes(table.numbers), table.shapes, table.begins())
         return dict(zip(table.names, views, strict=True))
