@@ -112,6 +112,73 @@ static void check_listed_names(const sl_table *table, const sl_columns *columns)
     free(places);
 }
 
+/* An object of the lists: a number, or a tuple of objects. */
+typedef struct object {
+    struct object *made_before;
+    uint64_t value; /* or the size of the tuple */
+    struct object *items[];
+} object;
+
+static object *last_made;
+
+static void *new_object(uint64_t value, uint64_t size) {
+    object *made = calloc(1, sizeof *made + (size_t)size * sizeof made->items[0]);
+    REQUIRE(made != NULL);
+    made->made_before = last_made;
+    made->value = value;
+    return last_made = made;
+}
+
+static void *new_number(unsigned long long value) { return new_object(value, 0); }
+
+static void *new_tuple(ptrdiff_t size) { return new_object((uint64_t)size, (uint64_t)size); }
+
+static int fill_tuple(void *tuple, ptrdiff_t place, void *item) {
+    object *filled = tuple;
+    REQUIRE(place >= 0 && (uint64_t)place < filled->value && filled->items[place] == NULL);
+    filled->items[place] = item;
+    return 0;
+}
+
+static int fill_list(void *list, ptrdiff_t place, void *item) {
+    object **items = list;
+    REQUIRE(items[place] == NULL);
+    items[place] = item;
+    return 0;
+}
+
+static void keep(void *item) { REQUIRE(item != NULL); }
+
+static void check_dims(const sl_columns *columns, uint64_t i, const object *shape) {
+    span dims = dim_span(columns, i);
+    REQUIRE(shape != NULL && shape->value == dims.end - dims.begin);
+    for (uint64_t k = 0; k < shape->value; k++) REQUIRE(shape->items[k]->value == columns->dims[dims.begin + k]);
+}
+
+/* Lists of entries and shapes hold what the columns hold. */
+static void check_lists(const sl_table *table, const sl_columns *columns) {
+    const sl_makers makers = {(void *)(uintptr_t)new_number, (void *)(uintptr_t)new_tuple,
+                              (void *)(uintptr_t)fill_tuple, (void *)(uintptr_t)fill_list, (void *)(uintptr_t)keep};
+    uint64_t count = columns->count, begin = count / 3;
+    object **lists = calloc((size_t)count * 2 + 1, sizeof(object *));
+    REQUIRE(lists != NULL);
+    REQUIRE(sl_table_list_entries(table, &makers, lists) == 1);
+    REQUIRE(sl_table_list_shapes(table, begin, count, &makers, lists + count + begin) == 1);
+    for (uint64_t i = 0; i < count; i++) {
+        object *const *entry = lists[i]->items;
+        REQUIRE(lists[i]->value == 4 && entry[0]->value == columns->dtypes[i]);
+        REQUIRE(entry[2]->value == columns->begins[i] && entry[3]->value == columns->ends[i]);
+        check_dims(columns, i, entry[1]);
+        if (i >= begin) check_dims(columns, i, lists[count + i]);
+    }
+    free(lists);
+    while (last_made != NULL) {
+        object *made_before = last_made->made_before;
+        free(last_made);
+        last_made = made_before;
+    }
+}
+
 /* Bytes that the shape of tensor i takes. */
 static uint64_t size_of(const sl_columns *columns, uint64_t i) {
     const sl_dtype_info *info = sl_dtype_get(columns->dtypes[i]);
@@ -159,6 +226,7 @@ void check_table(const sl_table *table, const uint8_t *data, uint64_t size) {
     const sl_columns *columns = sl_table_columns(table);
     check_names(table, columns);
     check_listed_names(table, columns);
+    check_lists(table, columns);
     check_ranges(columns, data, size);
     check_metadata(columns);
 }
