@@ -92,7 +92,8 @@ def load_file(
         >>> load_file("model.safetensors")["conv1.bias"].shape
         (128,)
     """
-    jax_arrays = _arrays()
+    from .frameworks import jax_arrays
+
     check_backend(backend)
     check_threads(threads)
     parse_target(dtype)  # refuses other dtypes before anything is opened
