@@ -59,7 +59,7 @@ def save(tensor_dict: Mapping[str, Any], metadata: Mapping[str, str] | None = No
         >>> load(save({"weight": np.ones((2, 2), np.float32)}))["weight"].sum()
         np.float32(4.0)
     """
-    return _core("safetensors").writer(tensor_dict, metadata).to_bytes()  # type: ignore[no-any-return]
+    return _part("safetensors").writer(tensor_dict, metadata).to_bytes()  # type: ignore[no-any-return]
 
 
 @public
@@ -94,7 +94,7 @@ def save_file(
         >>> load_file("ones.safetensors")["weight"].sum()
         np.float32(4.0)
     """
-    _core("safetensors").writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
+    _part("safetensors").writer(tensor_dict, metadata).to_file(filename, overwrite=overwrite, durable=durable)
 
 
 @public
@@ -127,7 +127,7 @@ def load(data: Any, *, copy: bool = True) -> dict[str, Array]:
 
 
 @cache  # a call takes a tenth of the time of an import statement
-def _core(module: str) -> Any:
+def _part(module: str) -> Any:
     """Import a module of the core when it is first used: a program that loads small files needs few of them."""
     return import_module(f".core.{module}", __package__)
 
@@ -192,11 +192,11 @@ def load_file(
         if isinstance(opened, resident.Resident):
             return opened.arrays
         try:
-            return _core("load").load_all(opened, backend, "write")  # type: ignore[no-any-return]
+            return _part("load").load_all(opened, backend, "write")  # type: ignore[no-any-return]
         except MemoryError:  # the system refuses a writable mapping, and there is no memory for a copy
             if backend != "mmap":
                 raise
-            return _core("load").load_all(opened, backend, "either")  # type: ignore[no-any-return]
+            return _part("load").load_all(opened, backend, "either")  # type: ignore[no-any-return]
         finally:
             opened.close()
     from .core import safetensors
