@@ -94,8 +94,10 @@ The fields of ``mlx``:
   as in ``gguf``.
 - ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
   patterns of modules with 8 bits. ``uncast``: patterns of tensors that keep their dtype.
-- ``newer_keys``: the key of transformers 5 for a key, "" for null. ``knows_rope_parameters``: true if mlx-lm reads the
-  rotations of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.
+- ``newer_keys``: the key of transformers 5 for a key. ``older_values``: by key, the names in a list for those of
+  transformers 5. ``needed_keys``: keys that mlx-lm has no default for, and a config can lack: the default of the
+  family, or the first that ``gguf`` ``assumes``, or null. ``knows_rope_parameters``: true if mlx-lm reads the rotations
+  of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.
 
 Sources: mlx-lm ``models/*.py``: ``sanitize``, ``quant_predicate`` and ``cast_predicate``; llama.cpp, conversion/,
 src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
@@ -546,6 +548,8 @@ class MlxForm(GgufForm):
         self.uncast: tuple[str, ...] = content.get("uncast", ())
         self.knows_rope_parameters: bool = content.get("knows_rope_parameters", False)
         self.newer_keys: Mapping[str, str] = content.get("newer_keys", {})
+        self.older_values: Mapping[str, Mapping[str, str]] = content.get("older_values", {})
+        self.needed_keys: tuple[str, ...] = content.get("needed_keys", ())
         self.in_every_layer: str | None = content.get("in_every_layer")
 
     @property

@@ -5,7 +5,8 @@ Sources: mlx ``ops.cpp``; mlx-lm 0.32 ``utils.py`` and ``models``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ..core import native
@@ -13,7 +14,7 @@ from ..core.packing import BIAS, GLOBAL, MLX, MLX_GLOBAL, SCALE, STORED, Packing
 from ..core.text import show
 from ..models.choosing import TIE
 from ..models.family import MlxForm, mlx_form
-from ..models.schema import LANGUAGE
+from ..models.schema import LANGUAGE, Config, ConfigError, language_of
 from .families import Engine, Family, Preset, StoredPart, parts_of
 from .packed_group import Misfit, PackedGroup, Refused, whole_grid
 from .quantization import MLX_KEY, QUANTIZATION, brief, is_length, mapping, without_quantization
@@ -101,13 +102,28 @@ def lay_out(
 
 
 def _with_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:
-    """Add the keys of transformers 4, which mlx-lm reads, beside their new names in transformers 5.
+    """Add the keys of transformers 4, which mlx-lm reads, beside their new names in transformers 5, and needed keys.
 
     Without ``rope_theta`` mlx-lm would compute with its default, or refuse the model.
     """
-    added = {key: value for key, value in _older_keys(config, form).items() if config.get(key) is None}
-    required = {key: None for key, name in form.newer_keys.items() if not name} if form is not None else {}
-    return {**required, **config, **added}
+    added = _older_keys(config, form)
+    if form is not None and language_of(config) is config:
+        added = {**dict(_needed_keys(config, form)), **added}
+    added = {key: value for key, value in added.items() if config.get(key) is None}
+    for key, names in form.older_values.items() if form is not None else ():
+        if isinstance(listed := config.get(key), list):
+            added[key] = [names.get(name, name) if isinstance(name, str) else name for name in listed]
+    return {**config, **added}
+
+
+def _needed_keys(config: Mapping[str, Any], form: MlxForm) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that mlx-lm has no default for: the family's default, or what llama.cpp assumes, or null."""
+    rope = {"partial_rotary_factor": 1, **mapping(config.get("rope_parameters"))}
+    for key in form.needed_keys:
+        value = next(iter(form.assumes.get(key, (None,))))
+        with suppress(ConfigError):  # a text, or the config lacks more, which mlx-lm says
+            value = Config({**config, "rope": rope}, {key: value, **form.defaults}).value(key)
+        yield key, value
 
 
 def without_older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, Any]:

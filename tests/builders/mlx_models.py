@@ -7,6 +7,7 @@ from . import llama_models
 from .paths import ROOT
 
 DATA = ROOT / "tests" / "data" / "mlx" / "models.json"
+ARGUMENTS = DATA.with_name("arguments.json")
 
 # Models of text and images around a language model that `llama_models` has alone: its name, the type of the whole, the
 # key of its config, and where its tensors stand.

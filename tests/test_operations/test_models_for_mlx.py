@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from builders import mlx_models
+from builders import llama_models, mlx_models
 from builders.engine_models import described
 from builders.thorough import part_of
 
@@ -14,6 +14,7 @@ import safeload
 pytestmark = [pytest.mark.any_python, pytest.mark.no_core]
 
 EXPECTED = mlx_models.expected()
+ARGUMENTS = json.loads(mlx_models.ARGUMENTS.read_text())
 # In the config of a language model inside another.
 CHANGED_IN_PLACE = ("rope_parameters", "num_attention_heads", "num_key_value_heads")
 # Each model in one of the formats, which take turns.
@@ -48,6 +49,27 @@ def test_folders_are_those_of_mlx_lm(name, format, tmp_path):
         assert mlx_models.digest_of(tensors) == expected["tensors"]
         settings = dict.fromkeys(("quantization", "quantization_config"), expected["quantization"])
         assert plain(config) == plain(dict(sorted({**config_of_mlx, **settings}.items())))
+    assert safeload.check(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_configs_have_all_arguments_of_mlx_lm(name, tmp_path):
+    # As transformers 5 writes them, without the keys of published models that `mlx_models` adds.
+    source = llama_models.write_folder(tmp_path / "source", mlx_models.listed()[name])
+    safeload.convert(source, tmp_path / "out", quantize="mlx")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for part, arguments in zip((config, config.get("text_config")), ARGUMENTS[config["model_type"]], strict=False):
+        assert {*arguments} - {*part} == set()
+
+
+def test_layers_have_the_names_that_mlx_lm_knows(tmp_path):
+    model = mlx_models.listed()["granite_hybrid"]
+    kinds = {"mamba": "linear_attention", "attention": "full_attention"}
+    config = {**model["config"], "layer_types": [kinds.get(kind, kind) for kind in model["config"]["layer_types"]]}
+    source = llama_models.write_folder(tmp_path / "source", {**model, "config": config})
+    safeload.convert(source, tmp_path / "out", quantize="mlx")
+    listed = json.loads((tmp_path / "out" / "config.json").read_text())["layer_types"]
+    assert {*listed} == {*kinds}
     assert safeload.check(tmp_path / "out").ok
 
 

@@ -4,6 +4,8 @@ PYTHONPATH=tests python tests/data/mlx/make.py FOLDER          # all, in an envi
 PYTHONPATH=tests python tests/data/mlx/make.py FOLDER qwen3    # some models
 """
 
+import dataclasses
+import importlib
 import json
 import shutil
 import sys
@@ -46,7 +48,45 @@ def record(out, format):
     return {"tensors": mlx_models.digest_of(tensors), "quantization": config["quantization"], "index": metadata}
 
 
+#: Where mlx-lm has the arguments of the language model inside a model.
+TEXT = {
+    "gemma3": ("gemma3_text", "ModelArgs"),
+    "gemma4": ("gemma4_text", "ModelArgs"),
+    "gemma4_unified": ("gemma4_text", "ModelArgs"),
+    "llama4": ("llama4", "TextArgs"),
+    "llava": ("llama", "ModelArgs"),
+    "mistral3": ("llama", "ModelArgs"),
+    "qwen2_5_vl": ("qwen2", "ModelArgs"),
+    "qwen2_vl": ("qwen2", "ModelArgs"),
+    "qwen3_5": ("qwen3_5", "TextModelArgs"),
+    "qwen3_5_moe": ("qwen3_5", "TextModelArgs"),
+    "qwen3_vl": ("qwen3", "ModelArgs"),
+    "qwen3_vl_moe": ("qwen3_moe", "ModelArgs"),
+}
+
+
+def arguments():
+    """The arguments without a default of each type of model, and of the language model inside."""
+    from mlx_lm.utils import _get_classes
+
+    missing = dataclasses.MISSING
+    result = {}
+    for name in sorted({model["config"]["model_type"] for model in mlx_models.listed().values()}):
+        try:
+            classes = [_get_classes({"model_type": name})[1]]
+        except (ValueError, SystemExit):  # mlx-lm does not have it
+            continue
+        if name in TEXT:
+            module, inner = TEXT[name]
+            classes.append(getattr(importlib.import_module(f"mlx_lm.models.{module}"), inner))
+        fields = [[field for field in dataclasses.fields(each) if field.default is missing] for each in classes]
+        result[name] = [[field.name for field in each if field.default_factory is missing] for each in fields]
+    return result
+
+
 def main(folder, names):
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in arguments().items()]
+    mlx_models.ARGUMENTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     result = dict(mlx_models.expected()) if names and mlx_models.DATA.exists() else {}
     for name in mlx_models.listed():
         if name.startswith("falcon_h1") or (names and name not in names):  # safeload does not write these
