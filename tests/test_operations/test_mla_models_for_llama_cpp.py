@@ -133,6 +133,14 @@ def test_the_language_model_of_kimi_is_that_of_deepseek(name, tmp_path, caplog):
         ("glm_moe_dsa", {"indexer_types": ["full"]}, "'indexer_types' in the config is"),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 3}, "'model.layers.1.self_attn.indexer.wq_b.weight' is missing"),
         ("glm_moe_dsa", {"indexer_types": "absent", "index_topk_freq": 4}, "indexer_types is missing"),
+        *(
+            (name, {"mlp_layer_types": kinds}, "mlp_layer_types is .*, but llama.cpp has first_k_dense_replace dense")
+            for name, kinds in (
+                ("deepseek_v32", ["sparse", "dense"]),
+                ("glm_moe_dsa", ["dense", "sparse", "dense"]),
+                ("glm4_moe_lite", ["dense"] * 2),
+            )
+        ),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False"),
         ("glm4_moe_lite", {"q_lora_rank": None}, "q_lora_rank: llama.cpp needs it"),
         ("glm4_moe_lite", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),

@@ -62,6 +62,7 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
+INTERLEAVED = ["sparse", "dense", "sparse"]
 NEMOTRON_H = {
     **HEAD_DIM,
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -183,6 +184,7 @@ FAMILIES = {
                 {**LLAMA_4, "interleave_moe_layer_step": 2, "attention_bias": True, "tie_word_embeddings": True},
             ),
             "listed": (["Llama4ForCausalLM"], {**LLAMA_4, "moe_layers": [0]}),
+            "dense": (["Llama4ForCausalLM"], {**LLAMA_4, "moe_layers": []}),
         },
     ),
     "qwen2": (
@@ -346,7 +348,13 @@ FAMILIES = {
         "Qwen3_5MoeTextConfig",
         {"": (["Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"], DELTA_NET_MOE)},
     ),
-    "qwen3_next": ("Qwen3NextConfig", {"": ([f"Qwen3Next{head}" for head in HEADS], {**DELTA_NET_MOE, **LABELS})}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "": ([f"Qwen3Next{head}" for head in HEADS], {**DELTA_NET_MOE, **LABELS}),
+            "dense layers": (["Qwen3NextForCausalLM"], {**DELTA_NET_MOE, "mlp_only_layers": [1]}),
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
@@ -389,6 +397,7 @@ FAMILIES = {
                 {**MLA, "index_n_heads": 3, "index_head_dim": 18},
             ),
             "biases": (["DeepseekV32ForCausalLM"], {**MLA, "attention_bias": True, "index_n_heads": 3}),
+            "listed": (["DeepseekV32ForCausalLM"], {**MLA, "index_n_heads": 3, "mlp_layer_types": INTERLEAVED}),
         },
     ),
     "glm4_moe": (
@@ -422,6 +431,7 @@ FAMILIES = {
                 ["GlmMoeDsaForCausalLM"],
                 {**MLA, "index_head_dim": 18, "indexer_types": ["full", "shared", "full"], "attention_bias": True},
             ),
+            "listed": (["GlmMoeDsaForCausalLM"], {**MLA, "index_n_heads": 3, "mlp_layer_types": INTERLEAVED}),
         },
     ),
     "glm4_moe_lite": (
@@ -429,6 +439,7 @@ FAMILIES = {
         {
             "": (["Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"], MLA),
             "biases": (["Glm4MoeLiteForCausalLM"], {**MLA, "q_lora_rank": None, "attention_bias": True}),
+            "listed": (["Glm4MoeLiteForCausalLM"], {**MLA, "mlp_layer_types": INTERLEAVED}),
         },
     ),
     "gpt_oss": (
@@ -660,6 +671,7 @@ FAMILIES = {
         {
             "": (["MellumForCausalLM", "MellumModel"], MOE),
             "biases": (["MellumForCausalLM"], {**MOE, "attention_bias": True, "tie_word_embeddings": True}),
+            "listed": (["MellumForCausalLM"], {**MOE, "mlp_layer_types": ["dense", "sparse"]}),
         },
     ),
     "phimoe": (
