@@ -44,7 +44,7 @@ from ..formats.numbered import other_form
 from ..models.choosing import Choice, choose_for_mlx, choose_part
 from ..models.family import changed_by_mlx
 from ..models.family import load as load_schema
-from ..models.module_names import WRAPPERS, stored_names, wrapped_inside
+from ..models.module_names import WRAPPERS, stored_names, surely_wrapped, wrapped_inside
 from ..models.schema import Schema
 from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
@@ -396,11 +396,13 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         findings, choice, config = structure.check_gguf(catalog.metadata, tensors)
         report.add(findings)
     else:
-        named = _without_wrappers(report, tensors, catalog.title) if options.schema == "auto" else tensors
+        named, wrapped = _without_wrappers(tensors, catalog.title) if options.schema == "auto" else (tensors, None)
         if options.schema == "auto" and is_of_mlx(catalog) and changed_by_mlx(config):
             choice, config = choose_for_mlx(config or {})
         else:
             choice = _choose_schema(config, catalog.format, named, options)
+        if wrapped is not None and (choice is not None or any(map(surely_wrapped, tensors))):
+            report.add([wrapped])
         debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
     schema = None if choice is None else choice.schema
     report.add(structure.check_sizes(tensors))
@@ -413,7 +415,7 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.add([find("quantization.unchecked", label=quantized.label, checks=unchecked, tensors=count)])
     tied: Mapping[str, str] = {}
     if choice is None:
-        report.add(structure.check_layers(tensors, quantized.modules))
+        report.add(structure.check_layers(tensors, quantized.modules, config))
     elif tensors:
         report.schema = choice.schema.name
         parts = quantized if named is tensors else quantized.unwrapped()
@@ -458,18 +460,17 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.add(Finding(*row) for _, findings in _rows(tables, _TIED, heads) for row in findings)
 
 
-def _without_wrappers(report: CheckReport, tensors: Descriptions, title: str) -> Descriptions:
+def _without_wrappers(tensors: Descriptions, title: str) -> tuple[Descriptions, Finding | None]:
     """Leave out wrappers inside names, which no schema has; a prefix is found by `choose_part`."""
     wrapped = next(filter(wrapped_inside, tensors), None)
     if wrapped is None:
-        return tensors
+        return tensors, None
     try:
         stored = stored_names(tensors, title)
     except FormatError as problem:
-        report.add([find("schema.names:wrapped", problem.tensor, problem=problem.args[0])])
-        return tensors
-    report.add([find("schema.prefix:wrapped", wrapped, wrappers=", ".join(WRAPPERS))])
-    return {bare: tensors[name] for bare, name in stored.items()}
+        return tensors, find("schema.names:wrapped", problem.tensor, problem=problem.args[0])
+    named = {bare: tensors[name] for bare, name in stored.items()}
+    return named, find("schema.prefix:wrapped", wrapped, wrappers=", ".join(WRAPPERS))
 
 
 def _choose_schema(

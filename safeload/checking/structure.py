@@ -21,7 +21,7 @@ from ..core.text import listed, plural, show
 from ..errors import FormatError
 from ..formats.gguf import F32, U32
 from ..models import family as rows
-from ..models.choosing import Choice
+from ..models.choosing import Choice, layer_counts
 from ..models.diffusion import ARCHITECTURE, MMPROJ, SHAPE_KEY, TYPE, has_marks, model_of, original_shape, prefix_of
 from ..models.module_names import unwrapped
 from ..models.schema import ANY, NUMBER, PLACEHOLDER, PREFIX, Config, ExpectedTensor, Schema, SchemaMatch, names_in
@@ -37,8 +37,11 @@ _LEVELS = 8  # of nested layers to check in a name, from the innermost
 _LAYER = re.compile(rf"(?:.*\.)?(?:{'|'.join(_CONTAINERS)})\.", re.ASCII)
 _NUMBERED = re.compile(rf"({NUMBER})\.(.+)", re.ASCII | re.DOTALL)
 
-# Tensors of all layers but the first, in ModernBERT and Inkling 2.
-_NOT_FIRST = ("layers.0.attn_norm.weight", "layers.0.attention_input.query")
+# Tensors of all layers but the first, in ModernBERT, Inkling 2, Zaya and MiMo-V2-Flash.
+_NOT_FIRST = (
+    *("layers.0.attn_norm.weight", "layers.0.attention_input.query"),
+    *("layers.0.mlp.gate.router_states_scale", "layers.0.self_attn.sinks"),
+)
 _USUAL = 10  # a tensor is usual if at most a tenth of the layers lack it
 # A layer number this many times the number of layers is a mistake. With a smaller gap, layers can be stored elsewhere.
 _FAR = 1000
@@ -130,26 +133,41 @@ def _is_part(name: str) -> bool:
 # ---- without a schema ----
 
 
-def check_layers(tensors: Descriptions, modules: Set[str]) -> Iterator[Finding]:
-    """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ."""
-    for prefix, layers in _stacks(tensors).items():
+def check_layers(tensors: Descriptions, modules: Set[str], config: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Find gaps in layer numbers, and layers without some tensors of most layers; quantized ``modules`` can differ.
+
+    The last layer is missing if the config states one more, which no stack has, and nowhere as many as there are.
+    """
+    stacks = _stacks(tensors)
+    stated, lengths = layer_counts(config or {})
+    absent = stated - {max(layers) + 1 for layers in stacks.values()}
+    for prefix, layers in stacks.items():
         if len(layers) < 2 or max(map(len, layers.values())) < 2:
             continue
         count = max(layers) + 1
+        outermost = not any(part.isdecimal() for part in prefix.split("."))
+        count += outermost and count + 1 in absent and count not in stated | lengths
         for layer in sorted(layer for layer in layers if layer >= _FAR * len(layers)):
             yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
         counts = Counter(rest for parts in layers.values() for rest in parts)
         least = len(layers) - max(1, len(layers) // _USUAL)
         usual = [rest for rest in sorted(counts) if len(layers) > 2 and counts[rest] >= least]
         # Activations have numbers, too, in a list of convolutions: layers of a model have several modules in common.
-        if count <= 2 * len(layers) and len({rest.partition(".")[0] for rest in usual if "." in rest}) > 1:
+        if count <= 2 * len(layers) and len({_child(rest) for rest in usual if "." in rest}) > 1:
             for layer in sorted(set(range(count)) - layers.keys()):
                 yield find("layers.hole", f"{prefix}{layer}", layer=layer, layers=count)
+        # EfficientNet and EfficientLoFTR have a module of several tensors in all layers but the first ones.
+        sizes, first = Counter(map(_child, usual)), {*map(_child, layers[min(layers)])}
         for layer, parts in sorted(layers.items()):
+            own = first | {*map(_child, parts)}
             for rest in _lost(usual, parts, alike=len(layers) >= _USUAL):
-                name = f"{prefix}{layer}.{rest}"
-                if module_of(name) not in modules and not name.endswith(_NOT_FIRST):
+                name, whole = f"{prefix}{layer}.{rest}", sizes[_child(rest)] > 1 and _child(rest) not in own
+                if module_of(name) not in modules and not whole and not name.endswith(_NOT_FIRST):
                     yield find("layers.missing", name, count=counts[rest], others=len(layers) - 1)
+
+
+def _child(rest: str) -> str:
+    return rest.partition(".")[0]
 
 
 def _lost(usual: Sequence[str], parts: Set[str], *, alike: bool) -> list[str]:
@@ -160,10 +178,10 @@ def _lost(usual: Sequence[str], parts: Set[str], *, alike: bool) -> list[str]:
     """
     absent, present = [rest for rest in usual if rest not in parts], parts & {*usual}
     own = {*map(module_of, parts - present)} - {""}
-    counts = Counter(rest.partition(".")[0] for rest in absent)
-    single = {child for rest in present if counts[child := rest.partition(".")[0]] == 1}
+    counts = Counter(map(_child, absent))
+    single = {child for rest in present if counts[child := _child(rest)] == 1}
     every = len(absent) < 2 or (alike and not own)
-    return [rest for rest in absent if module_of(rest) not in own and (every or rest.partition(".")[0] in single)]
+    return [rest for rest in absent if module_of(rest) not in own and (every or _child(rest) in single)]
 
 
 def _stacks(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:

@@ -223,6 +223,23 @@ def _with_expert_form(family: FamilyFile, config: Mapping[str, Any] | None, name
     return replace(schema, entries=tuple(entries))
 
 
+# ---- layers ----
+
+# Keys of a config with the number of layers of a stack.
+_COUNT_KEY = re.compile(r"(?:num_(?:hidden_)?|n_|(?:num_)?(?:en|de)coder_(?:num_hidden_)?)layers?|depth", re.ASCII)
+# Keys of a model that may not use, and not store, the last layers of its vision tower.
+_FEATURE_KEY = re.compile(r".*(?:vision|select).*layer.*", re.ASCII)
+
+
+def layer_counts(config: Mapping[str, Any]) -> tuple[set[int], set[int]]:
+    """Return the numbers of layers in a config and the configs inside, and the lengths of their lists."""
+    unused = any(_FEATURE_KEY.fullmatch(str(key)) for key in config)
+    parts = [config, *(part for key, part in _inner_configs(config, _NESTED) if key in LANGUAGE or not unused)]
+    items = [item for part in parts for item in part.items()]
+    stated = {value for key, value in items if type(value) is int and _COUNT_KEY.fullmatch(str(key))}
+    return stated, {len(value) for _, value in items if isinstance(value, (list, tuple))}
+
+
 # ---- tied heads ----
 
 TIE = "tie_word_embeddings"

@@ -25,6 +25,11 @@ def wrapped_inside(name: str) -> bool:
     return _WRAPPED.search(_LEADING.sub("", name)) is not None
 
 
+def surely_wrapped(name: str) -> bool:
+    """Return whether a name has a wrapper other than ``module``, which is also a module of some models (Levit)."""
+    return any(part in WRAPPERS and part != "module" for part in name.split("."))
+
+
 def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
     """Return the stored name of each tensor, by its name without wrappers."""
     stored: dict[str, str] = {}

@@ -451,7 +451,8 @@ class Schema:
                     required and tied is None and not (isinstance(entry.optional, str) and holds(entry.optional, layer))
                 )
                 spelled = [_spell(parts, layer, number) for parts in spellings]
-                name = next((text for text in spelled if text in known), spelled[0]) if entry.also else spelled[0]
+                # The last, with the longest prefix: Sam 3 has a ``text_projection`` beside that of its text encoder.
+                name = next((text for text in reversed(spelled) if text in known), spelled[0])
                 expected[name] = ExpectedTensor(name, shape, stack, layer, needed, entry, tied)
         if self.more_layers is None:
             return expected

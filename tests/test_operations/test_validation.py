@@ -285,17 +285,59 @@ def test_layers_without_a_schema():
     assert check(tensors, schema=None).schema is None
 
 
+def _stack(prefix, layers):
+    parts = ("attention.q.weight", "mlp.up.weight", "norm.weight")
+    return {f"{prefix}{k}.{part}": np.float32([[1, 2], [3, k]]) for k in range(layers) for part in parts}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 6},
+        {"n_layer": 6, "vocab_size": 5},
+        {"model_type": "some", "text_config": {"num_layers": 6}, "vision_config": {"depth": 4}},
+        {"vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 4}, "text_config": {"n_layers": 6}},
+    ],
+    ids=str,
+)
+def test_the_last_layer_that_a_config_states(config):
+    tensors = _stack("model.layers.", 6) | _stack("vision.blocks.", 4)
+    assert codes(check(tensors, config=config)) == []
+    lost = {name: x for name, x in tensors.items() if ".layers.5." not in name}
+    report = check(lost, config=config)
+    assert codes(report) == [("error", "layers.hole", "model.layers.5")]
+    assert report.errors[0].message == "layer 5 of 6 is missing"
+    assert codes(check(lost)) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 6, "encoder_layers": 5},  # another stack that is not in the file
+        {"num_hidden_layers": 6, "depths": [2, 2, 6, 2, 2]},  # stages
+        {"num_hidden_layers": 4, "num_kv_shared_layers": 6},
+        {"vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 6}},  # its last layer can be left out
+    ],
+    ids=str,
+)
+def test_configs_from_which_no_last_layer_follows(config):
+    assert codes(check(_stack("model.layers.", 5) | _stack("decoder.layers.", 4), config=config)) == []
+    assert codes(check(_stack("model.layers.", 5) | _stack("decoder.layers.", 6), config={"n_layer": 6})) == []
+
+
 # Modules of each layer, as transformers 5.24 writes them: layers of another kind have other modules, or fewer.
 ATTENTION, DENSE = ["self_attn.q_proj.weight", "self_attn.o_proj.weight", "norm.weight"], ["mlp.up_proj.weight"]
 SPARSE = ["mlp.experts.0.w1.weight", "mlp.experts.1.w1.weight", "mlp.gate.weight", "post_mlp_layernorm.weight"]
 STAGE = ["blocks.0.attn.weight", "blocks.0.attn.bias", "norm.weight"]
 DOWN = ["downsample.norm.weight", "downsample.norm.bias", "downsample.reduction.weight"]
 BERT = ["attn.Wqkv.weight", "attn.Wo.weight"]
+BLOCK, EXPANSION = ["depthwise.conv.weight", "se.fc.weight"], ["expansion.conv.weight", "expansion.bn.weight"]
 HASHED, GATED = ["ffn.gate.weight", "ffn.gate.tid2eid"], ["ffn.gate.weight", "ffn.gate.bias"]
 KINDS = {
     "AXK1": ([[*ATTENTION, *DENSE], *[[*ATTENTION, *SPARSE]] * 29], [f"0.{ATTENTION[0]}", f"5.{SPARSE[1]}"]),
     "Swin": ([*[[*STAGE, *DOWN]] * 3, STAGE], [f"3.{STAGE[0]}", f"3.{STAGE[1]}", f"0.{STAGE[2]}"]),
     "DeepseekV4": ([HASHED, *[GATED] * 29], [f"1.{GATED[1]}", f"29.{GATED[1]}"]),
+    "EfficientNet": ([*[BLOCK] * 2, *[[*BLOCK, *EXPANSION]] * 28], [f"0.{BLOCK[0]}", f"9.{EXPANSION[1]}"]),
     "ModernBERT": ([BERT, *[[*BERT, "attn_norm.weight"]] * 21], [f"0.{BERT[0]}", "21.attn_norm.weight"]),
 }
 
@@ -310,6 +352,15 @@ def test_layers_of_another_kind_have_lost_nothing(model):
         lost = f"model.layers.{name}"
         report = check({other: x for other, x in tensors.items() if other != lost})
         assert codes(report) == [("warning", "layers.missing", lost)]
+
+
+def test_a_module_named_as_a_wrapper():
+    # Levit has it around what it adds to its input; the wrappers of torch have names of their own.
+    x = np.float32([[1, 2], [3, 4]])
+    names = [f"encoder.layers.{k}.module.{part}.weight" for k in range(3) for part in ("queries", "projection")]
+    assert codes(check(dict.fromkeys(names, x))) == []
+    wrapped = [name.replace("module", "_fsdp_wrapped_module") for name in names]
+    assert codes(check(dict.fromkeys(wrapped, x))) == [("warning", "schema.prefix", wrapped[0])]
 
 
 def test_lists_of_convolutions_have_no_holes():
@@ -1170,6 +1221,20 @@ def test_a_language_model_in_a_model(kind, place, tmp_path):
     assert codes(check(tensors, config={**outer, "text_config": {"model_type": "unknown"}})) == []
     deep = {"model_type": "some", "thinker_config": {"text_config": config | {"hidden_size": 64}}}
     assert codes(check(tensors, config=deep)) == [("note", "schema.unchecked", others[0])]
+
+
+def test_a_tensor_of_the_whole_model_under_the_name_of_a_head():
+    # Sam 3 projects texts once more than its text encoder, whose class the config does not name.
+    config, whole = small("clip_text")
+    config = {key: value for key, value in {**config, "projection_dim": 4}.items() if key != "architectures"}
+    outer = {"architectures": ["SomeModel"], "model_type": "some", "text_config": config}
+    tensors = {f"text_encoder.{name}": x for name, x in whole.items()}
+    values = np.arange(5 * config["hidden_size"], dtype=np.float32).reshape(5, -1) / 1000
+    tensors |= {"text_encoder.text_projection.weight": values[:4], "text_projection.weight": values[:3]}
+    report = check(tensors, config=outer)
+    assert codes(report) == [("note", "schema.unchecked", "text_projection.weight")]
+    report = check({**tensors, "text_encoder.text_projection.weight": values}, config=outer)
+    assert codes(report)[0] == ("error", "schema.shape", "text_encoder.text_projection.weight")
 
 
 def test_a_model_under_other_names(llama):
