@@ -756,6 +756,11 @@ def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]
 
 def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Like `read_json`, but also return the version of the file."""
+    content, version = _read_whole(path, what, files, MAX_JSON)
+    return parse_json(content, what, files.shown(path)), version
+
+
+def _read_whole(path: str, what: str, files: Files, limit: int) -> tuple[bytes, tuple[Any, ...]]:
     shown = files.shown(path)
     try:
         store = files.open(path)
@@ -764,18 +769,23 @@ def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, 
             raise
         raise FormatError(f"{what} is not a regular file", shown) from None
     with closing(store):
-        if store.size > MAX_JSON:
-            raise FormatError(f"{what} has {store.size:,} bytes, but the limit is {MAX_JSON:,}", shown)
-        content, version = read_at(store, 0, store.size), store.version
-    return parse_json(content, what, shown), version
+        if store.size > limit:
+            raise FormatError(f"{what} has {store.size:,} bytes, but the limit is {limit:,}", shown)
+        return read_at(store, 0, store.size), store.version
 
 
 def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
     """Like `read_json`, but return None if the file does not exist."""
+    content = content_if_there(path, what, files)
+    return None if content is None else parse_json(content, what, files.shown(path))
+
+
+def content_if_there(path: str, what: str, files: Files = LOCAL, limit: int = MAX_JSON) -> bytes | None:
+    """Return the bytes of a regular file, or None if it does not exist."""
     if is_missing(path, files):
         return None
     try:
-        return read_json(path, what, files)
+        return _read_whole(path, what, files, limit)[0]
     except (FileNotFoundError, PermissionError):
         if files.remote:  # without permission to list, stores refuse access to missing files
             return None

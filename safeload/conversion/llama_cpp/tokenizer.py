@@ -26,14 +26,13 @@ import hashlib
 import json
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.files import MAX_JSON, Location, is_missing, parse_json, read_at, read_data, read_if_there
+from ...core.files import MAX_JSON, Location, content_if_there, is_missing, parse_json, read_data, read_if_there
 from ...core.forking import cached_property
 from ...core.text import needed, plural, show, warning
 from ...errors import FormatError, SafeloadError, UnsupportedError
@@ -127,19 +126,7 @@ class TokenizerFiles:
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
         """Return the bytes of a file, or None if there is none."""
-        place = self.folder / name
-        if is_missing(place.path, place.files):
-            return None
-        try:
-            store = place.files.open(place.path)
-        except (FileNotFoundError, PermissionError) as error:
-            if place.files.remote or isinstance(error, FileNotFoundError):
-                return None
-            raise
-        with closing(store):
-            if store.size > limit:
-                raise FormatError(f"{name} has {store.size:,} bytes, but the limit is {limit:,}", place.shown)
-            return read_at(store, 0, store.size)
+        return content_if_there((self.folder / name).path, name, self.folder.files, limit)
 
     @cached_property
     def added_in_json(self) -> list[AddedToken]:
