@@ -269,7 +269,7 @@ class Filesystem(ObjectStore):
     def write(self, source: str, place: str, shown: str) -> None:
         """Write a file; what an interrupted multipart upload leaves is for a lifecycle rule of the bucket to remove."""
         if isinstance(self.fs, LocalFileSystem):
-            copy_whole(source, place, shown)
+            copy_whole(source, place)
         elif self._is_atomic():
             self.ask(shown, "put_file", source, place)
         else:  # to a hidden name in the same folder first

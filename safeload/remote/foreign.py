@@ -9,8 +9,6 @@ import operator
 import os
 import random
 import re
-import secrets
-import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.files import WINDOW, ByteStore, replace
+from ..core.atomic_file import AtomicFile
+from ..core.files import WINDOW, ByteStore
 from ..core.text import debug, error_about, printable, show
 from ..core.thread_group import current, each, left_behind
 from ..errors import (
@@ -445,18 +444,13 @@ def _version(meta: Mapping[str, Any], shown: str) -> tuple[int, str | None]:
     return checked_size(meta.get("size"), shown), strong_etag(meta) or digest_of(marks_of(meta))
 
 
-def copy_whole(source: str, path: str, shown: str) -> None:
+def copy_whole(source: str, path: str) -> None:
     """Copy a local file to a local path, where it appears only when it is complete."""
-    folder, name = os.path.split(path)
-    os.makedirs(folder or ".", exist_ok=True)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
-    try:
-        shutil.copyfile(source, temporary)
-        replace(temporary, path, shown)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(temporary)
-        raise
+    os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+    with open(source, "rb") as complete:
+        size = os.fstat(complete.fileno()).st_size
+        with AtomicFile(path, size, durable=False, follow=False) as file:
+            file.copy(complete.fileno(), [(0, size)])
 
 
 # ---- storage_options: which are public, and which are secret ----

@@ -147,7 +147,7 @@ class LocalUrls(Backend):
         return LOCAL.listing(urls.local_path(url))
 
     def upload(self, source: str, url: str) -> None:
-        copy_whole(source, urls.local_path(url), urls.shown(url))
+        copy_whole(source, urls.local_path(url))
 
     def remove(self, targets: Sequence[str]) -> None:
         for url in targets:

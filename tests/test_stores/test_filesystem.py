@@ -527,12 +527,12 @@ def test_an_upload_that_is_broken_off_leaves_nothing(kind, error, memory, source
         fs.pipe_file(rpath, CONTENT[:1000])
         raise error
 
-    def half_a_copy(source, target, **options):
-        Path(target).write_bytes(CONTENT[:1000])
+    def half_a_copy(source, begin, nbytes, target, at):
+        os.write(target, CONTENT[:1000])
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", half)
-    monkeypatch.setattr("shutil.copyfile", half_a_copy)
+    monkeypatch.setattr("safeload.core.atomic_file.copy_range", half_a_copy)
     for name in ("old.bin", "new.bin"):
         with pytest.raises(type(error)):
             backend.upload(source, f"{folder}/{name}")
