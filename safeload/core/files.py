@@ -751,16 +751,12 @@ MAX_DEPTH = 64
 
 def read_json(path: PathLike, what: str, files: Files = LOCAL) -> dict[str, Any]:
     """Read a JSON object from a regular file in UTF-8 (RFC 8259), with or without a byte order mark."""
-    return read_version(native_path(path)[0], what, files)[0]
+    text = native_path(path)[0]
+    return parse_json(read_whole(text, what, files)[0], what, files.shown(text))
 
 
-def read_version(path: str, what: str, files: Files = LOCAL) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Like `read_json`, but also return the version of the file."""
-    content, version = _read_whole(path, what, files, MAX_JSON)
-    return parse_json(content, what, files.shown(path)), version
-
-
-def _read_whole(path: str, what: str, files: Files, limit: int) -> tuple[bytes, tuple[Any, ...]]:
+def read_whole(path: str, what: str, files: Files, limit: int = MAX_JSON) -> tuple[bytes, tuple[Any, ...]]:
+    """Return the bytes and the version of a regular file."""
     shown = files.shown(path)
     try:
         store = files.open(path)
@@ -785,7 +781,7 @@ def content_if_there(path: str, what: str, files: Files = LOCAL, limit: int = MA
     if is_missing(path, files):
         return None
     try:
-        return _read_whole(path, what, files, limit)[0]
+        return read_whole(path, what, files, limit)[0]
     except (FileNotFoundError, PermissionError):
         if files.remote:  # without permission to list, stores refuse access to missing files
             return None
@@ -796,9 +792,7 @@ def is_missing(path: str, files: Files) -> bool:
     """Return True if a local file does not exist. Of remote files only opening tells."""
     if files.remote or os.path.lexists(path):
         return False
-    check_missing = getattr(files, "check_missing", None)  # of verified files only
-    if check_missing is not None:
-        check_missing(path)
+    getattr(files, "check_missing", bool)(path)  # of verified files only
     return True
 
 

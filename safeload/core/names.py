@@ -82,11 +82,10 @@ def families(names: Sequence[str], kinds: Iterable[Hashable]) -> list[NameFamily
         for first, texts, numbers in groups.values():
             if len(numbers) == 1:
                 result.append(NameFamily(names[first], first, 1))
-            else:
-                result += [
-                    NameFamily(_spell(texts, product), first, math.prod(map(len, product)))
-                    for product in _products(numbers)
-                ]
+                continue
+            for product in _products(numbers):
+                spelled = "".join(map("".join, zip(texts, (*map(_ranges, product), ""), strict=True)))
+                result.append(NameFamily(spelled, first, math.prod(map(len, product))))
     return result
 
 
@@ -106,10 +105,6 @@ def _products(numbers: Sequence[tuple[int, ...]]) -> list[_Product]:
     for first in sorted(rests):
         firsts.setdefault(tuple(_products(rests[first])), []).append(first)
     return [(tuple(group), *product) for products, group in firsts.items() for product in products]
-
-
-def _spell(texts: Sequence[str], product: _Product) -> str:
-    return "".join(text + numbers for text, numbers in zip(texts, (*map(_ranges, product), ""), strict=True))
 
 
 def _ranges(numbers: Sequence[int]) -> str:

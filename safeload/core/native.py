@@ -68,17 +68,14 @@ _C_TYPES = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int
 _C_TYPES |= {"void": None, "char *": ctypes.c_char_p}
 
 
-def _ctype(kind: Any) -> Any:
-    """Return the ctypes type for a cffi type; char pointers are always const text, and other pointers are addresses."""
-    if kind.kind == "pointer" and kind.cname != "char *":
-        return ctypes.c_void_p
-    return _C_TYPES[kind.cname]
-
-
 def _bind(name: str) -> Any:
     """Bind a function of the C core with ctypes, using cffi's types from sl_api.h."""
     kind = ffi.typeof(getattr(lib, name))
-    return ctypes.PYFUNCTYPE(*map(_ctype, (kind.result, *kind.args)))(pointer(ffi.addressof(lib, name)))
+    kinds = [  # char pointers are always const text, and other pointers are addresses
+        ctypes.c_void_p if each.kind == "pointer" and each.cname != "char *" else _C_TYPES[each.cname]
+        for each in (kind.result, *kind.args)
+    ]
+    return ctypes.PYFUNCTYPE(*kinds)(pointer(ffi.addressof(lib, name)))
 
 
 # Functions of the C core that keep the GIL. Pointers are integers (see `pointer`).

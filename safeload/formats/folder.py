@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core import registry
-from ..core.files import LOCAL, Files, Location, identity_of, read_at, read_if_there, read_json, read_version
+from ..core.files import LOCAL, Files, Location, identity_of, parse_json, read_at, read_if_there, read_json, read_whole
 from ..core.foreign import DCP_SUFFIX
 from ..core.names import names_below
 from ..core.registry import DCP, GGUF, KERAS, SAFETENSORS, Format, Opened, OpenRequest, add, open_file
@@ -226,13 +226,13 @@ def open_index(path: str, request: OpenRequest, beside: Sequence[str] = ()) -> O
             raise missing_file(error.filename, text) from None
 
     try:
-        tasks: list[Callable[[], Any]] = [partial(read_version, path, "index.json", files)]
+        tasks: list[Callable[[], Any]] = [partial(read_whole, path, "index.json", files)]
         if implied := implied_shards(base, beside) if files.remote else []:
             tasks += [partial(attempt, config), *(partial(open_early, name) for name in implied)]
         (content, version), *rest = files.each(lambda task: task(), tasks)
-        seen = [(path, version)]
+        index, seen = parse_json(content, "index.json", shown), [(path, version)]
         with _settled(seen, files):
-            names, metadata = parse_index(content, path, files)
+            names, metadata = parse_index(index, path, files)
             tasks = [partial(open_shard, file_name) for file_name in sorted(names)]
             tasks.append((lambda: None) if keras else [*rest, config][0])
             *shards, parsed = files.each(lambda task: task(), tasks)
