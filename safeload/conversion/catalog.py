@@ -97,7 +97,6 @@ class TensorDescription(NamedTuple):
 
     @property
     def row(self) -> dtypes.Dtype:
-        """The row of the dtype table."""
         if self.element is None:
             raise dtypes.not_stored(self.dtype, self.name)
         return self.element
@@ -532,7 +531,6 @@ class Catalog:
         return Coded(kind.shape, [Matrix(packed, k) for k in range(kind.matrices)])
 
     def _in_blocks(self, name: str) -> Packed:
-        """Return a tensor in blocks as a packed tensor."""
         about = self.about(name)
         if self.made(name) is not None or about.element is None or not about.element.blocked or len(about.shape) < 2:
             raise Immovable(f"safeload moves no codes of {about.dtype}")
@@ -696,7 +694,6 @@ class RestructuredCatalog(Catalog):
         self.base.refuse_unknown(source for name in names for source in self.sources_of(name))
 
     def sources_of(self, name: str) -> list[str]:
-        """Return the source tensors of a tensor."""
         return list(dict.fromkeys(self.recipes[name].sources)) if name in self.recipes else []
 
     def matching(self, pattern: str) -> list[str]:

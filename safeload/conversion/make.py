@@ -454,7 +454,6 @@ class Maker:
         return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _in_blocks(self, scheme: str, source: str) -> Array:
-        """Return the codes of a source in a block type."""
         return blocks(scheme, self._catalog.coded(source), self._threads)
 
     def _encoded(self, source: str, decision: Decision, tensor: TensorDescription) -> LazyParts:

@@ -502,7 +502,6 @@ class Encoding(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The columns of a block."""
         return self.preset.group or max(1, self.shape[-1])
 
     @property
@@ -534,7 +533,6 @@ class Encoding(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in map(self.stored, self.preset.parts))
 
     def constants(self) -> dict[str, Array]:

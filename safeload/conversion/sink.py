@@ -122,7 +122,6 @@ class Sink:
         return urls.public(path) if self.location.files.remote else absolute(path)
 
     def shown(self, name: str) -> str:
-        """Return the path of a file for messages."""
         files = self.location.files
         return files.shown(files.join(self.location.path, name))
 

@@ -367,8 +367,6 @@ def _take(vector: deque[_Piece], count: int) -> list[_Piece]:
 
 
 class _Zero(RankFolder):
-    """A checkpoint."""
-
     def read(self, root: str | None) -> Content:
         matches = [ZERO_MODEL.fullmatch(name) or ZERO_OPTIMIZER.fullmatch(name) for name in self.names]
         parallel = [match[0] for match in matches if match is not None and int(match[2]) > 0]

@@ -50,7 +50,6 @@ class Share(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
     @property

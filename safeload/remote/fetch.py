@@ -65,7 +65,6 @@ class Fetch:
         self._request_size = RANGE if sum(job.size for job in remote) < _LONG_FROM else LONG_RANGE
 
     def run(self, report: Callable[[int], object]) -> None:
-        """Run all jobs."""
         size = self._request_size
         parts = chain.from_iterable(_divided(job, size) for job in self._jobs)
         each_window = map(_Window, windows(parts, WINDOW, _extent))

@@ -559,7 +559,6 @@ class Client:
 
 
 def _close(managers: dict[tuple[int, str, str], Any]) -> None:
-    """Close this process's connections."""
     for key in [key for key in managers if key[0] == os.getpid()]:
         manager = managers.pop(key, None)
         if manager is not None:

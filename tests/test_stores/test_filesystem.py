@@ -532,7 +532,7 @@ def test_an_upload_that_is_broken_off_leaves_nothing(kind, error, memory, source
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", half)
-    monkeypatch.setattr("safeload.core.atomic_file.copy_range", half_a_copy)
+    monkeypatch.setattr(inside.atomic_file, "copy_range", half_a_copy)
     for name in ("old.bin", "new.bin"):
         with pytest.raises(type(error)):
             backend.upload(source, f"{folder}/{name}")

@@ -112,7 +112,6 @@ class ModelConfig:
 
     @property
     def headless(self) -> bool:
-        """True for a class without a head."""
         name = next(iter(listed_in(self.values)), None)
         return isinstance(name, str) and name.endswith("Model") and "LMHead" not in name
 

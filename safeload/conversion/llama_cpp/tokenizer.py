@@ -125,7 +125,6 @@ class TokenizerFiles:
         return read_if_there((self.folder / name).path, name, self.folder.files)
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
-        """Return the bytes of a file, or None if there is none."""
         return content_if_there((self.folder / name).path, name, self.folder.files, limit)
 
     @cached_property
@@ -530,7 +529,6 @@ _LETTERS = {byte: byte for byte in _PRINTED} | {
 
 
 def _tekken_keys(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return the metadata of a ``tekken.json``."""
     settings, table = object_at(content, "config"), pre_tokenizers()["tekken"]
     row = next(row for row in pre_tokenizers()["by_steps"] if row["name"] == "tekken")
     if settings.get("pattern") != row["pretokenizers"][0]["pattern"]["Regex"]:

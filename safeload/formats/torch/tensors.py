@@ -91,8 +91,6 @@ STAND_INS = {row.itemsize: row for row in map(ALLOWED.__getitem__, ("torch.uint8
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """Facts about a container."""
-
     value: Any  # keeps its id from being reused
     links: Sequence[Link] = ()  # to tensors, and to containers with tensors below
     tensors: int = 0  # names below
