@@ -329,24 +329,22 @@ class Candidate:
             FormatError: two tensors have the same name, or a tensor lies outside its file.
             TypeError: a dtype is unknown.
         """
-        names: list[str] = []
+        names: dict[str, None] = {}
         elsewhere: dict[Candidate, list[Listing]] = {}
 
         def check() -> Iterator[Listing]:
             for tensor in tensors:
                 holder = self if tensor.file is None else tensor.file
                 listing = _listing(tensor, holder)
-                names.append(tensor.name)
+                if tensor.name in names:
+                    raise FormatError(f"two tensors are named {show(tensor.name)}", self.path)
+                names[tensor.name] = None
                 if holder is self:
                     yield listing
                 else:
                     elsewhere.setdefault(holder, []).append(listing)
 
         self.file.table = ListedTable(check(), metadata)
-        if len(set(names)) < len(names):
-            seen: set[str] = set()
-            twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise FormatError(f"two tensors are named {show(twice)}", self.path)
         for holder, listings in elsewhere.items():
             holder.file.table = ListedTable(listings)
             holder.file.stand_for(self.file, unpacked=False)
@@ -354,7 +352,7 @@ class Candidate:
             if opened not in elsewhere:
                 opened.close()
         self._opened = []
-        return Content(self.file, [holder.file for holder in elsewhere], names if elsewhere else (), notes)
+        return Content(self.file, [holder.file for holder in elsewhere], [*names] if elsewhere else (), notes)
 
     def close(self) -> None:
         """Close the file and all files opened by `beside`."""
@@ -377,7 +375,8 @@ def _listing(tensor: StoredTensor, holder: Candidate) -> Listing:
     end = offset + row.nbytes(prod(lengths))
     if type(offset) is not int or not 0 <= offset <= end <= holder.size:
         text = f": needs bytes {offset} to {end}, but the file has {holder.size}"
-        raise error_about(FormatError, text, path=holder.path, tensor=name)
+        inside = offset in range(holder.size + 1)
+        raise error_about(FormatError, text, path=holder.path, offset=offset if inside else None, tensor=name)
     return Listing(name, row, lengths, offset, end, big_endian=bool(big_endian) and row.swap > 1)
 
 
