@@ -18,6 +18,7 @@ from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, read_at
 from ..core.forking import cached_property
 from ..core.names import check_matches
+from ..core.packing import EngineFormat
 from ..core.showing import Result
 from ..core.text import PathLike, error_about, plural, show, subject
 from ..errors import FormatError, TensorNotFoundError, UnsupportedError, exported
@@ -46,18 +47,6 @@ _KEPT_ROLES = {"embedding": "is an embedding", "norm": "is a norm", "bias": "is 
 # Occurs in the architecture names of embedding models in GGUF files, which have a final norm but no head.
 _HEADLESS = "embedding"
 
-# The names in `presets`; MLX's formats have groups of 64 by default, formats of integers groups of 128.
-EngineFormat: TypeAlias = Literal[
-    "w4a16-g32", "w4a16-g64", "w4a16-g128", "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128",
-    "w4a16_asym-channel", "mlx",
-    "w4a16", "w4a16_asym", "w8a16", "w4afp8", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "mxfp8a16",
-    "deepseek_fp8", "awq", "awq-g32", "awq-g64", "awq-g128", "awq-channel", "gptq", "gptq-g32", "gptq-g64",
-    "gptq-g128", "gptq-channel", "gptq_asym", "gptq_asym-g32", "gptq_asym-g64", "gptq_asym-g128", "gptq_asym-channel",
-    "gptq8", "gptq8-g32", "gptq8-g64", "gptq8-g128", "gptq8-channel",
-    "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8", "mlx2-g32", "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64",
-    "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32", "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64",
-    "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128", "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4",
-]  # fmt: skip
 Scheme: TypeAlias = SchemeName | EngineFormat | Mapping[str, SchemeName | None]
 FileTypeName: TypeAlias = Literal[
     "q2_k_s", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "mxfp4_moe"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from .dtypes import BLOCK_TYPES, BY_CODE, Dtype, is_name
 from .native import lib
@@ -236,19 +236,20 @@ _ROWS = {INT8: BY_CODE["I8"], **BLOCK_TYPES}
 _LONGEST = 40  # characters of a scheme name
 ROUNDINGS = tuple(dict.fromkeys(rounding for row in SCHEMES.values() for rounding in row.roundings))
 
-
-# The formats for engines, in the order of the presets; groups of other sizes are variants. Named here, because
-# this package imports no family.
-_MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
-ENGINE_FORMATS = (
-    *("w4a16", "w4a16_asym", "w8a16", "w4afp8", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "mxfp8a16"),
-    *("deepseek_fp8", "awq", "gptq", "gptq_asym", "gptq8", "mlx"),
-    *_MLX,
-    *("mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4"),
-)
-_GROUPED = ("w4a16", "w4a16_asym", "awq", "gptq", "gptq_asym", "gptq8")
-_PRESETS = {*ENGINE_FORMATS, *(f"{name}-g{group}" for name in (*_GROUPED, *_MLX) for group in (32, 64, 128))}
-_PRESETS |= {f"{name}-channel" for name in _GROUPED}
+# The formats for engines, in the order of the presets, and variants with groups of other sizes: MLX's have groups of 64
+# by default, formats of integers groups of 128. Named here, because this package imports no family.
+EngineFormat: TypeAlias = Literal[
+    "w4a16", "w4a16_asym", "w8a16", "w4afp8", "w8a8", "fp8_dynamic", "fp8_block", "nvfp4a16", "mxfp4a16", "mxfp8a16",
+    "deepseek_fp8", "awq", "gptq", "gptq_asym", "gptq8", "mlx", "mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8",
+    "mlx-mxfp4", "mlx-nvfp4", "mlx-mxfp8", "bnb_nf4", "bnb_fp4", "w4a16-g32", "w4a16-g64", "w4a16-g128",
+    "w4a16-channel", "w4a16_asym-g32", "w4a16_asym-g64", "w4a16_asym-g128", "w4a16_asym-channel", "awq-g32", "awq-g64",
+    "awq-g128", "awq-channel", "gptq-g32", "gptq-g64", "gptq-g128", "gptq-channel", "gptq_asym-g32", "gptq_asym-g64",
+    "gptq_asym-g128", "gptq_asym-channel", "gptq8-g32", "gptq8-g64", "gptq8-g128", "gptq8-channel", "mlx2-g32",
+    "mlx2-g64", "mlx2-g128", "mlx3-g32", "mlx3-g64", "mlx3-g128", "mlx4-g32", "mlx4-g64", "mlx4-g128", "mlx5-g32",
+    "mlx5-g64", "mlx5-g128", "mlx6-g32", "mlx6-g64", "mlx6-g128", "mlx8-g32", "mlx8-g64", "mlx8-g128",
+]  # fmt: skip
+_PRESETS = get_args(EngineFormat)
+ENGINE_FORMATS = tuple(name for name in _PRESETS if not name.endswith(("-g32", "-g64", "-g128", "-channel")))
 
 
 def scheme_row(scheme: str) -> Dtype:
