@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from builders.inside import SCHEMES, registry
+from builders.inside import SCHEMES, presets, registry
 from builders.inside import quantizing as quantize
 from builders.public import functions
 
@@ -113,6 +113,8 @@ def test_the_choices_of_types_are_the_rows():
         rounding for row in SCHEMES.values() for rounding in row.roundings
     }
     assert set(typing.get_args(registry.FormatName)) == set(registry.FORMATS)
+    choices = typing.get_type_hints(safeload.convert)["quantize"]
+    assert {*presets()} < {name for choice in typing.get_args(choices) for name in typing.get_args(choice)}
 
 
 def test_type_checkers_see_every_public_name():
