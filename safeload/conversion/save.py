@@ -27,7 +27,7 @@ from ..core.native import address_of, ffi
 from ..core.packing import CONFIG_KEY, KEY
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.safetensors import ROOM, FileWriter, Header, TensorToWrite, source_of, text
-from ..core.text import error_about, show
+from ..core.text import error_about, listed, show
 from ..errors import SafetensorError, UnsupportedError, exported, public, unsaved
 from ..formats.folder import INDEX, SINGLE
 from .destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_tensors
@@ -450,8 +450,7 @@ class Writer:
         try:
             with caching(self._cache), self._stack:
                 if self._missing:
-                    first, more = show(next(iter(self._missing))), len(self._missing) - 1
-                    names = f"{first} and {more:,} more" if more else first
+                    names = listed(map(show, self._missing), 1)
                     text = f"the file is incomplete: tensors= declares {names}; add every tensor before the end"
                     raise ValueError(text)
                 spool = self._spool()

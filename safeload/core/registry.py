@@ -26,6 +26,7 @@ from .arrays import array_fits
 from .files import LOCAL, WINDOW, Files, unchanged
 from .forking import cached_property
 from .memory import Cache
+from .names import grouped
 from .runtime import paused
 from .table import ListedTable, Listing
 from .text import error_about, is_bare, show
@@ -535,10 +536,7 @@ DISABLE = "SAFELOAD_NO_PLUGINS"
 def _entry_points() -> dict[str, list[EntryPoint]]:
     from importlib.metadata import entry_points  # only here: it takes milliseconds, and few files need it
 
-    points: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group="safeload.formats"):
-        points.setdefault(point.name, []).append(point)
-    return points
+    return grouped(entry_points(group="safeload.formats"), lambda point: point.name)
 
 
 def _enabled() -> dict[str, list[EntryPoint]]:

@@ -18,7 +18,7 @@ from . import dtypes
 from .arrays import Array, array_over, check_disjoint, check_fits, check_out_names
 from .load import deliver, parse_target, stored_in_parts
 from .memory import POOLED_BELOW, aligned_bytes, check_threads, windows
-from .names import layer_of
+from .names import grouped, layer_of
 from .native import ffi, short
 from .progress import Meter, Progress
 from .tensors import Entry, FileTensor, Tensors, entries_of, in_file_order
@@ -284,9 +284,7 @@ def stream(
     reader = _Reader(target, give, threads, limit)
     if not by_layer:
         return TensorStream(entries, reader, limit, ordered=order != "ready", progress=progress)
-    layers: dict[str, list[Entry]] = {}
-    for entry in entries:
-        layers.setdefault(layer_of(entry.name), []).append(entry)
+    layers = grouped(entries, lambda entry: layer_of(entry.name))
     entries, sizes = [*chain.from_iterable(layers.values())], dict(zip(layers, map(len, layers.values()), strict=True))
     return LayerStream(entries, reader, limit, ordered=True, progress=progress, layers=sizes)
 

@@ -54,7 +54,7 @@ from ..core import dtypes
 from ..core.arrays import Array, c_strides, index_of
 from ..core.files import MAX_JSON, ByteStore, Unpacked, parse_json, read_at, read_json
 from ..core.forking import cached_property
-from ..core.names import depth_of, names_below, nested
+from ..core.names import depth_of, grouped, names_below, nested
 from ..core.registry import Candidate, Content, OpenRequest
 from ..core.runtime import paused
 from ..core.table import Unknown
@@ -335,13 +335,10 @@ def _described(
         raise folder.error(FormatError, f"is not in {MANIFEST}, although {ORBAX_METADATA} lists it", missing)
     if (total := sum(values[key].length for key in keys)) > MAX_JSON:
         raise folder.error(LimitError, f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}")
-    places: dict[str, list[tuple[int, int]]] = {}  # fetched in a few requests
-    for value in map(values.__getitem__, keys):
-        if value.file and value.length <= MAX_ARRAY_METADATA:
-            places.setdefault(value.file, []).append((value.offset, value.offset + value.length))
-    for data_file, ranges in places.items():
+    small = (value for value in map(values.__getitem__, keys) if value.file and value.length <= MAX_ARRAY_METADATA)
+    for data_file, inside in grouped(small, lambda value: value.file).items():  # fetched in a few requests
         if isinstance(store := folder.stored(data_file).store, RemoteStore):
-            store.prefetch(ranges)
+            store.prefetch([(value.offset, value.offset + value.length) for value in inside])
     return [
         parsed(name, key, parse_json(folder.content(key, values[key]), base, f"{folder.shown}/{key}"))
         for name, key in zip(arrays, keys, strict=True)

@@ -363,7 +363,6 @@ class _Loader:
         return arrays
 
     def _on_several(self, tensors: Sequence[PlacedTensor]) -> dict[str, Array]:
-        """Put whole tensors on several devices."""
         arrays: dict[str, Array] = {}
         undivided: dict[str, tuple[NumpyArray, Place]] = {}
         for (entry, _, place, *_), values in zip(tensors, self._read(tensors), strict=True):

@@ -13,7 +13,7 @@ from ..core import dtypes, safetensors
 from ..core.arrays import Array, foreign_order
 from ..core.table import Table
 from ..core.tensors import Entry, FileTensor, Lazy
-from ..core.text import clip, error_about, not_installed, printable, show
+from ..core.text import clip, error_about, listed, not_installed, printable, show
 from ..errors import InvalidDeviceError, MissingDeviceError, UnsupportedDtypeError, UnsupportedError
 
 try:
@@ -202,7 +202,7 @@ def check_tensors_apart(tensors: Any) -> None:
     check_tensors(tensors)
     shared = [group for group in find_shared_tensors(tensors) if len(group) > 1]
     if shared:
-        groups = "; ".join(listed(sorted(group)) for group in shared[:_MAX_LISTED])
+        groups = "; ".join(listed(map(show, sorted(group)), _MAX_LISTED) for group in shared[:_MAX_LISTED])
         raise RuntimeError(
             f"tensors share memory, but would be stored and loaded separately: {groups}. Save one tensor of each group "
             "with safeload.torch.save_model, or copy tensors with x.clone()"
@@ -222,12 +222,12 @@ def check_tensors(tensors: Any) -> None:
         elif type(value).__module__.partition(".")[0] == "numpy":
             text += ": save NumPy arrays with safeload.numpy.save_file"
         raise ValueError(text)
-    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    sparse = [show(name) for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
         raise ValueError(  # upstream's tests assert these words
-            f"You are trying to save a sparse tensors: `[{listed(sparse)}]` which this library does not support. You "
-            "can make it a dense tensor before saving with `.to_dense()` but be aware this might make a much larger "
-            "file than needed."
+            f"You are trying to save a sparse tensors: `[{listed(sparse, _MAX_LISTED)}]` which this library does not "
+            "support. You can make it a dense tensor before saving with `.to_dense()` but be aware this might make a "
+            "much larger file than needed."
         )
 
 
@@ -449,8 +449,9 @@ def remove_duplicate_names(
             kept_parts.append((choice(candidates), group))
         else:
             raise RuntimeError(
-                f"cannot choose a name to keep: none of {listed(sorted(group))} covers all of their shared memory, "
-                f"a storage of {storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with x.clone()"
+                f"cannot choose a name to keep: none of {listed(map(show, sorted(group)), _MAX_LISTED)} covers all of "
+                f"their shared memory, a storage of {storage_size(state_dict[min(group)]):,} bytes. Copy a tensor with "
+                "x.clone()"
             )
     return {kept: sorted(group - {kept}) for kept, group in (*complete.values(), *kept_parts) if len(group) > 1}
 
@@ -469,9 +470,3 @@ def _covering(state_dict: Mapping[str, Any], group: Iterable[str]) -> set[str]:
         for name, area in areas.items()
         if area == (begin, end) and state_dict[name].nelement() * state_dict[name].element_size() == end - begin
     }
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the rest."""
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(show, names[:_MAX_LISTED])) + more

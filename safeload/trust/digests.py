@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION, ORIGIN_KEY, ORIGIN_NAME, is_manifest
 from ..core.files import LOCAL, MAX_JSON, Files, parse_json, read_at
 from ..core.opening import Signature, Verify
+from ..core.registry import WEIGHT_SUFFIXES
 from ..core.text import PathLike, error_about, folder_names, needed, show
 from ..errors import FormatError, VerificationError, one_line
 from ..quant.quantization import mapping
@@ -65,8 +66,6 @@ _BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})|([0-9a-f]{40})", re.ASCII)
 _START = 64
 # Largest number of JSON files beside weights to look at.
 _MOST_BESIDE = 1000
-# Suffixes of remote paths that are files, so that no request asks.
-_FILE_SUFFIXES = (".safetensors", ".json", ".gguf", ".bin", ".pt", ".pth", ".npz", ".npy", ".ckpt")
 # The caches that name files by their digests.
 HUB, OLLAMA = "the Hub's cache", "ollama's store"
 MANIFEST_PROOF = "integrity only: a manifest does not say who made it"
@@ -429,7 +428,7 @@ def _expected(
 def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str:
     """Return the folder that names are relative to: the model's, or the signature's if it lists the model below it."""
     place = files.absolute(path)
-    is_file = place.endswith(_FILE_SUFFIXES) and files.remote
+    is_file = files.remote and place.endswith((*WEIGHT_SUFFIXES, ".json"))  # no request asks
     own = place if not is_file and files.is_folder(path) else files.split(place.rstrip("/"))[0]
     own, top = own.rstrip("/\\") or own, folder.rstrip("/\\")
     if own.startswith(f"{top}/") or (os.sep != "/" and own.startswith(folder + os.sep)):
