@@ -278,3 +278,16 @@ def test_unigram_models_are_refused(tmp_path):
     (source / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0]]}}))
     with pytest.raises(safeload.UnsupportedError, match="a model of type 'Unigram', expected 'BPE'"):
         metadata_of(source, tmp_path)
+
+
+# ---- files ----
+
+
+def test_a_link_to_a_missing_vocabulary_is_an_error(tmp_path):
+    """A folder of a cache whose download broke off must not become a file with another tokenizer, or none."""
+    source = llama_models.write_folder(tmp_path / "m", MODELS["llama2"])
+    (source / "tokenizer.model").unlink()
+    (source / "tokenizer.model").symlink_to(tmp_path / "blobs" / "0")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model"):
+        metadata_of(source, tmp_path)
+    assert not (tmp_path / "x.gguf").exists()
