@@ -543,11 +543,12 @@ static bool put_dims(const makers *make, const sl_table *table, uint64_t i, void
 int32_t sl_table_list_entries(const sl_table *table, const sl_makers *untyped, void *list) {
     const makers make = typed(untyped);
     for (uint64_t i = 0; i < table->columns.count; i++) {
-        void *entry = make.tuple(4), *shape;
+        void *entry = make.tuple(4);
         if (entry == NULL || make.fill_list(list, (ptrdiff_t)i, entry) != 0) return 0;
-        shape = make.tuple((ptrdiff_t)(table->dim_ends[i] - dim_begin(table, i)));
-        if (!put_new(&make, entry, 0, make.number(table->dtypes[i])) || !put_new(&make, entry, 1, shape) ||
-            !put_dims(&make, table, i, shape) || !put_new(&make, entry, 2, make.number(table->begins[i])) ||
+        void *shape = make.tuple((ptrdiff_t)(table->dim_ends[i] - dim_begin(table, i)));
+        if (!put_new(&make, entry, 1, shape) || !put_dims(&make, table, i, shape) ||
+            !put_new(&make, entry, 0, make.number(table->dtypes[i])) ||
+            !put_new(&make, entry, 2, make.number(table->begins[i])) ||
             !put_new(&make, entry, 3, make.number(table->ends[i])))
             return 0;
     }

@@ -146,7 +146,8 @@ def check_layers(tensors: Descriptions, modules: Set[str], config: Mapping[str, 
             continue
         count = max(layers) + 1
         outermost = not any(part.isdecimal() for part in prefix.split("."))
-        count += outermost and count + 1 in absent and count not in stated | lengths
+        if outermost and count + 1 in absent and count not in stated | lengths:
+            count += 1
         for layer in sorted(layer for layer in layers if layer >= _FAR * len(layers)):
             yield find("layers.far", f"{prefix}{layer}", layer=layer, others=len(layers) - 1)
         counts = Counter(rest for parts in layers.values() for rest in parts)

@@ -792,7 +792,9 @@ def is_missing(path: str, files: Files) -> bool:
     """Return True if a local file does not exist. Of remote files only opening tells."""
     if files.remote or os.path.lexists(path):
         return False
-    getattr(files, "check_missing", bool)(path)  # of verified files only
+    check_missing = getattr(files, "check_missing", None)  # of verified files only
+    if check_missing is not None:
+        check_missing(path)
     return True
 
 
