@@ -24,11 +24,14 @@ import pytest
 from _pytest.runner import runtestprotocol
 from builders.paths import DATA, SHARED
 from builders.random import seeded
+from builders.thorough import THOROUGH
 from builders.threads import await_no_threads, threads
 from faults import shim
 
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
+# The whole suite runs all cases of a test with up to FEW of them, and the first and then every second of others.
+FEW = 8
 
 # Otherwise the hundreds of programs that tests start would compile safeload anew, and each process of xdist every test.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -36,12 +39,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite runs on several processors, unless ``-n`` says otherwise; what is asked for by name on one.
+    """The whole suite runs a part of the cases, and on several processors, unless ``--every`` and ``-n`` say otherwise.
 
-    In a process more than there are processors: a sixth of the time tests wait for programs, servers and the disk.
+    What is asked for by name runs whole, on one. In a process more than there are processors: a sixth of the time tests
+    wait for programs, servers and the disk.
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     worker = hasattr(config, "workerinput")
+    if whole and not worker and config.option.every is None and not THOROUGH:
+        config.option.every, config.option.few = 2, FEW
     if not whole or worker or not config.pluginmanager.hasplugin("xdist") or config.option.usepdb:
         return
     if config.option.numprocesses is None:
@@ -49,9 +55,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every", type=int, default=1, metavar="N", help="run the first and then every Nth case of a test"
-    )
+    parser.addoption("--every", type=int, metavar="N", help="run the first and then every Nth case of a test")
+    parser.addoption("--few", type=int, default=1, metavar="N", help="run all cases of a test with up to N of them")
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,15 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         # These wait for servers: at the end all processes would do so together, but the first gets the first tests.
         items.sort(key=lambda item: not item.location[0].startswith(("tests/test_stores", "tests/test_urls")))
-    every = config.getoption("--every")
+    every, few = config.getoption("--every") or 1, config.getoption("--few")
     if every == 1:
         return
-    cases: Counter[str] = Counter()
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    counts, cases = Counter(tests), Counter[str]()
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        (left_out if cases[test] % every else chosen).append(item)
+    for item, test in zip(items, tests, strict=True):
+        (left_out if counts[test] > few and cases[test] % every else chosen).append(item)
         cases[test] += 1
     config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

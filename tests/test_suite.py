@@ -37,16 +37,35 @@ def test_processes_report_calls_and_whatever_does_not_pass(conftest, when, outco
     assert conftest.is_news(report) == (when == "call" or outcome != "passed")
 
 
-def test_a_repeated_suite_keeps_every_test_and_some_of_its_cases(conftest):
+@pytest.mark.parametrize(
+    ("every", "few", "kept"),
+    [(3, 1, [0, 3, 6]), (2, 6, [0, 2, 4, 6]), (2, 7, range(7)), (None, 1, range(7)), (1, 1, range(7))],
+)
+def test_a_part_of_the_suite_keeps_every_test_and_some_of_its_cases(conftest, every, few, kept):
     names = ["a.py::alone", *(f"a.py::many[{k}]" for k in range(7)), "b.py::many[0]"]
     items = [SimpleNamespace(nodeid=name) for name in names]
     left_out = []
     hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: 3, hook=hook), items)
-    assert [item.nodeid for item in items] == [
-        "a.py::alone", "a.py::many[0]", "a.py::many[3]", "a.py::many[6]", "b.py::many[0]",
-    ]  # fmt: skip
+    options = {"--every": every, "--few": few}
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=options.__getitem__, hook=hook), items)
+    assert [item.nodeid for item in items] == ["a.py::alone", *(f"a.py::many[{k}]" for k in kept), "b.py::many[0]"]
     assert len(items) + len(left_out) == len(names)
+
+
+SOURCES = pytest.Config.ArgsSource
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "want"),
+    [(SOURCES.TESTPATHS, None, (2, 8)), (SOURCES.TESTPATHS, 1, (1, 1)), (SOURCES.ARGS, None, (None, 1))],
+    ids=["the whole suite", "all of it", "a file"],
+)
+def test_only_the_whole_suite_leaves_out_cases(conftest, monkeypatch, source, asked, want):
+    monkeypatch.setattr(conftest, "THOROUGH", False)
+    option = SimpleNamespace(every=asked, few=1, usepdb=True)
+    plugins = SimpleNamespace(hasplugin=lambda name: True)
+    conftest.pytest_cmdline_main(SimpleNamespace(args_source=source, option=option, pluginmanager=plugins))
+    assert (option.every, option.few) == want
 
 
 def test_every_file_says_what_it_shows():
