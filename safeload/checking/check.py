@@ -195,8 +195,8 @@ def check(
         drop: shell pattern, or several, of tensors to leave out in the same way.
         storage_options: options of the filesystem behind a URL, see `open`.
         executor: reads values in other processes or on other machines with access to the same files: any object with
-            the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``. The
-            findings are identical to those of a single process. Headers are read in this process.
+            the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``. A single
+            process gives identical findings. Headers are read in this process.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
         cache: "drop" leaves few pages of the files in the system's page cache, see `load`.

@@ -274,7 +274,7 @@ def stats(
         storage_options: options of the filesystem behind a URL, see `open`.
         executor: reads groups of tensors in other processes or on other machines with access to the same files: any
             object with the ``submit`` of `concurrent.futures.Executor`, such as Dask's ``Client``.
-            The statistics are identical to those of a single process.
+            A single process gives identical statistics.
         threads: number of threads. None chooses automatically; pieces of an executor get a single thread.
         progress: True for a bar, or a callable that gets (bytes_done, bytes_total).
         cache: "drop" leaves few pages of the files in the system's page cache, see `load`.

@@ -416,7 +416,7 @@ class Catalog:
         return {name: unknown[stored] for name, unknown, stored in places if stored in unknown}
 
     def made(self, name: str) -> Made | None:
-        """Return how a tensor is made, or None if its values are those of a file or of a dict."""
+        """Return how a tensor is made; None if a file or a dict has its values."""
         return self.rows.get(name)
 
     def sources_of(self, name: str) -> list[str]:
@@ -470,7 +470,7 @@ class Catalog:
         return value if called is None or isinstance(value, QuantizedTensor) else value._replace(name=called)
 
     def described(self, names: Iterable[str], target: dtypes.Dtype | None) -> dict[str, Entry]:
-        """Return read plans for the tensors stored in files; those in memory, and those that are made, are skipped."""
+        """Return read plans for the tensors stored in files; tensors in memory, or made of others, are skipped."""
         places = [(name, self._places[name]) for name in names if self.made(name) is None]
         parts = [(name, place.file, place.number) for name, place in places if place.file is not None]
         return {entry.name: entry for entry in entries_of(parts, target)}

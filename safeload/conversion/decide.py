@@ -864,7 +864,7 @@ class Decider:
         return dict.fromkeys(stay, Decision())
 
     def _lose(self, scales: Collection[str], of: str, why: str) -> None:
-        """Note scales that the result lacks."""
+        """Note scales missing from the result."""
         if scales:
             why = why if self._engine is None else f"{self._engine.preset.name} has no place for them"
             self._lost.append(f"{plural(len(scales), 'scale')} of {of} left out, such as {show(min(scales))}: {why}")

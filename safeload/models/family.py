@@ -94,7 +94,7 @@ The fields of ``mlx``:
   as in ``gguf``.
 - ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
   patterns of modules with 8 bits. ``uncast``: patterns of tensors that keep their dtype.
-- ``newer_keys``: the key of transformers 5 for a key. ``older_values``: by key, the names in a list for those of
+- ``newer_keys``: the key of transformers 5 for a key. ``older_values``: by key, the names in a list for the names of
   transformers 5. ``needed_keys``: keys that mlx-lm has no default for, and a config can lack: the default of the
   family, or the first that ``gguf`` ``assumes``, or null. ``knows_rope_parameters``: true if mlx-lm reads the rotations
   of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.

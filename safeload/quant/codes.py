@@ -461,7 +461,7 @@ def _as_numbers(matrix: Matrix, source: Holds, target: Holds, signed: bool) -> t
 
 
 def _check_bytes(matrix: Matrix, bits: int) -> None:
-    """Refuse bytes that are no codes of fewer bits."""
+    """Refuse bytes beyond the codes of fewer bits."""
     kind, part = matrix.packed.packing, matrix.packed.parts[CODES]
     if kind.numbers not in _BYTES or bits == 8:
         return

@@ -341,7 +341,7 @@ IGNORED = frozenset(
         "input_scale_2", "output_scale_2", "q_zero_point", "k_zero_point", "v_zero_point",
     )
 )  # fmt: skip
-# The parts of it that are marks, and that belong to the KV cache.
+# Its parts: marks of a file, and scales of the KV cache.
 MARKS = (".comfy_quant", "scaled_fp8")
 KV_CACHE = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".k_proj.output_scale", ".v_proj.output_scale")
 # Fused experts, which have the name of a module of a single expert.
