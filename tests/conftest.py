@@ -46,7 +46,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     worker = hasattr(config, "workerinput")
-    if whole and not worker and config.option.every is None and not THOROUGH:
+    if whole and config.option.every is None and not THOROUGH:  # xdist hands its processes the arguments alone
         config.option.every, config.option.few = 2, FEW
     if not whole or worker or not config.pluginmanager.hasplugin("xdist") or config.option.usepdb:
         return

@@ -92,7 +92,7 @@ class TensorDescription(NamedTuple):
     @property
     def code(self) -> str:
         """The dtype as in `TensorInfo`: "BF16", "Q4_0", "int8"."""
-        named = self.element is None or self.packed or self.scheme == INT8
+        named = self.element is None or self.packing is not None or self.scheme == INT8
         return self.dtype if self.element is None or named else self.element.code
 
     @property

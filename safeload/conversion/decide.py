@@ -860,7 +860,7 @@ class Decider:
         elif self._engine is None and self._request.format:
             stay = [name for name in self._ignored if finder.owner_of(name, copied) is not None]
         lost = (name for name in self._scales if finder.owner_of(name, copied) is None)
-        self._lose({*lost} - {*stay}, "activations", "their weights do not stay as they are")
+        self._lose({*lost} - {*stay}, "activations", "their weights are converted")
         return dict.fromkeys(stay, Decision())
 
     def _lose(self, scales: Collection[str], of: str, why: str) -> None:

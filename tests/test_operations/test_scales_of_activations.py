@@ -63,7 +63,7 @@ def check_copied(path, source):
         {"names": [WEIGHT, EXPERTS]},
         {"drop": PLAIN},
     ],
-    ids=str,
+    ids=lambda how: " ".join(how) or "copied",
 )
 def test_blocks_that_are_copied_keep_their_scales(blocks, tmp_path, path, how):
     report = safeload.convert(blocks, tmp_path / path, **how)
