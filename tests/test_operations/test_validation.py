@@ -298,7 +298,7 @@ def _stack(prefix, layers):
         {"model_type": "some", "text_config": {"num_layers": 6}, "vision_config": {"depth": 4}},
         {"vision_feature_layer": -2, "vision_config": {"num_hidden_layers": 4}, "text_config": {"n_layers": 6}},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_the_last_layer_that_a_config_states(config):
     tensors = _stack("model.layers.", 6) | _stack("vision.blocks.", 4)
