@@ -13,7 +13,7 @@
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);
 #   - Windows: CI runs a part of the suite under Wine (tests/windows/README.md), this the whole;
 #   - clients: the test suites of libraries that load with safetensors (tests/clients/run.sh), which take an hour;
-#   - the C core alone: CI compiles it for six processors and systems, this for all nine (tests/native/README.md);
+#   - the C core alone: CI compiles it for five processors and systems, this for all nine, s390x among them (tests/native/README.md);
 #   - AArch64 (tests/aarch64/README.md) and other versions of Python and of packages (tests/pythons/README.md);
 #   - quantization: CI reads committed digests, this compares with llama.cpp (tests/data/llama_quantize/compare.sh);
 #   - training checkpoints: CI reads committed fixtures, this compares with the frameworks (tests/data/*/compare.sh);
