@@ -109,7 +109,8 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
         return Judgement(CHANGED, "")
     got, true = pair()[coarse], pair()[1 - coarse]
     rows, size = max(1, _ROWS // max(1, got.shape[1])), min(max(rule.block, 0) or BLOCK, BLOCK)
-    ends = float(true.max(initial=0)), float(true.min(initial=0))
+    whole = rule.block == _TENSOR or rule.nested
+    ends = (float(true.max(initial=0)), float(true.min(initial=0))) if whole else (0.0, 0.0)
     beyond, sums, least, lone = 0, np.zeros(3), 1.0, False
     starts = np.arange(0, got.shape[1], size)
     for begin in range(0, len(got), rows):

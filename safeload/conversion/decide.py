@@ -848,6 +848,8 @@ class Decider:
 
     def _scales_beside(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         """Return the scales that stay, beside codes that are copied, and note the others."""
+        if not (self._ignored or self._cache or self._scales):
+            return {}
         copied = {
             source
             for name, decision in decisions.items()
