@@ -65,7 +65,7 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
 def _real(array: Array) -> Array:
     """Drop the imaginary part of complex numbers (NumPy warns), and round long doubles to odd float64."""
     if array.dtype.kind == "c":
-        array = array.astype(array.dtype.char.lower())
+        array = array.astype(f"f{array.dtype.itemsize // 2}")  # complex32 of ml_dtypes has no letter for its parts
     if array.dtype.kind != "f" or array.dtype.itemsize <= dtypes.F64.block_bytes:
         return array
     with np.errstate(over="ignore", invalid="ignore"):

@@ -22,7 +22,8 @@ def weights(name, shape):
     random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
     scale, offset = (0.2, 1.0) if "norm" in name else (0.15, 0.0)
     # uniform, because the algorithm behind normal numbers may change between versions of NumPy
-    return ((random.random(shape) * 2 - 1) * scale * 1.7 + offset).astype(ml_dtypes.bfloat16)
+    values = ((random.random(shape) * 2 - 1) * scale * 1.7 + offset).astype(np.float32)
+    return values.astype(ml_dtypes.bfloat16)  # from float32, because ml_dtypes before 0.7 rounds float64 twice
 
 
 def codes(name, dtype, shape):

@@ -144,6 +144,13 @@ def test_complex_numbers_lose_the_imaginary_part_with_a_warning():
     assert float(got[0]) == 1 + 2.0**-7
 
 
+@pytest.mark.skipif(not hasattr(ml_dtypes, "complex32"), reason="came with ml_dtypes 0.7")
+def test_narrow_complex_numbers_lose_the_imaginary_part_with_a_warning():
+    with pytest.warns(getattr(np, "exceptions", np).ComplexWarning):
+        got = safeload.astype(np.array([1.5 + 5j]).astype(ml_dtypes.complex32), "bfloat16")
+    assert float(got[0]) == 1.5
+
+
 def test_wide_integers_become_f64_exactly():
     x = np.array([2**53 - 1, -(2**53) + 1, 2**62, 7])
     assert safeload.astype(x, "float64").tolist() == x.tolist()
