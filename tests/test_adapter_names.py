@@ -115,15 +115,6 @@ def test_mlx_names_lose_wrappers(write):
 # ---- methods and tools that are not merged ----
 
 KINDS = {
-    "a LoRA adapter of diffusers": [
-        "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
-        "unet.down_blocks.0.attn.to_q.lora.down.weight",
-        "text_encoder.text_model.layers.0.q_proj.lora_linear_layer.up.weight",
-        "unet.down_blocks.0.attn1.processor.to_q_lora.down.weight",
-    ],
-    "a LoRA adapter of ComfyUI": ["diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight"],
-    "a LoRA adapter of kohya": ["lora_unet_down_blocks_0.lora_down.weight", "lora_te1_text_model.lora_up.weight"],
-    "a LoRA adapter of kohya or ComfyUI": ["double_blocks.0.img_attn.qkv.lora_down.weight"],
     "a LoHa adapter (LyCORIS)": ["lycoris_x.hada_w1_a", "base_model.model.x.hada_w2_b"],
     "a LoKr adapter (LyCORIS)": ["lora_unet_x.lokr_w1", "base_model.model.x.lokr_w2_a"],
     "an IA3 adapter": ["base_model.model.x.ia3_l"],
@@ -146,6 +137,37 @@ def test_what_is_not_merged_is_named(kind, name, tmp_path):
     assert repr(name) in str(caught.value)
     (note,) = safeload.info(tmp_path / "a.safetensors").notes
     assert note == f"{kind}: changes to the weights of a base model, not a complete model; safeload does not merge it"
+
+
+# Names of factors of diffusion models.
+DIFFUSION = {
+    "diffusers": [
+        ("transformer.transformer_blocks.0.attn.to_q", ".lora_A.weight", ".lora_B.weight"),
+        ("unet.down_blocks.0.attn.to_q", ".lora.down.weight", ".lora.up.weight"),
+        ("text_encoder.text_model.q_proj", ".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
+        ("unet.down_blocks.0.attn1.processor.to_q", "_lora.down.weight", "_lora.up.weight"),
+    ],
+    "ComfyUI": [("diffusion_model.double_blocks.0.img_attn.qkv", ".lora_A.weight", ".lora_B.weight")],
+    "kohya": [
+        ("lora_unet_down_blocks_0", ".lora_down.weight", ".lora_up.weight"),
+        ("lora_te1_text_model", ".lora_down.weight", ".lora_up.weight"),
+    ],
+    "kohya or ComfyUI": [("double_blocks.0.img_attn.qkv", ".lora_down.weight", ".lora_up.weight")],
+    "XLabs": [("double_blocks.0.processor", ".qkv_lora1.down.weight", ".qkv_lora1.up.weight")],
+}
+
+
+@pytest.mark.parametrize(("tool", "names"), [(tool, names) for tool, forms in DIFFUSION.items() for names in forms])
+def test_adapters_of_diffusion_models_need_such_a_base(tool, names, tmp_path):
+    save_file({"x.weight": np.zeros((4, 4), np.float32)}, tmp_path / "base.safetensors")
+    module, *ends = names
+    save_file(dict(zip([module + end for end in ends], (A, B), strict=True)), tmp_path / "a.safetensors")
+    with pytest.raises(safeload.UnsupportedError) as caught:
+        safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "a.safetensors")
+    assert f"belongs to a LoRA adapter of {tool}, which needs a diffusion model" in str(caught.value)
+    (note,) = safeload.info(tmp_path / "a.safetensors").notes
+    assert note.startswith(f"a LoRA adapter of {tool}: changes to the weights of a base model")
+    assert safeload.info(tmp_path / "a.safetensors").to_dict()["adapter"]["writer"] == tool
 
 
 # The methods of PEFT 0.21.2 besides LORA and TRAINABLE_TOKENS, and writings of these that PEFT does not know.

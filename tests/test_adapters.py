@@ -435,9 +435,9 @@ def test_arguments(base, tmp_path):
 
 
 def test_foreign_names_and_missing_settings(base, tmp_path):
-    save_file({"lora_unet_w.lora_down.weight": np.ones((2, 2), np.float32)}, tmp_path / "kohya.safetensors")
-    with pytest.raises(safeload.UnsupportedError, match="a LoRA adapter of kohya"):
-        safeload.load(base, adapters=tmp_path / "kohya.safetensors")
+    save_file({"lycoris_w.hada_w1_a": np.ones((2, 2), np.float32)}, tmp_path / "loha.safetensors")
+    with pytest.raises(safeload.UnsupportedError, match="a LoHa adapter"):
+        safeload.load(base, adapters=tmp_path / "loha.safetensors")
     adapter = write(tmp_path / "a", pair())
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(FileNotFoundError, match="adapter_config"):

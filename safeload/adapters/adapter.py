@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from itertools import accumulate, count, permutations, takewhile
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from ..core.source import Source
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import EMBEDDINGS, STACK, is_unclear, tied_heads, vocabulary_sizes
-from ..models.module_names import foreign_kind, stored_names, unwrapped
+from ..models.module_names import diffusion_writer, foreign_kind, stored_names, unwrapped
 from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from ..quant.patterns import compiled
+from . import diffusion
 
 CONFIG = "adapter_config.json"
 
@@ -161,6 +163,28 @@ _ROLE = re.compile(
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
 _MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
+# Ends of names of kohya, ComfyUI, LyCORIS, Diffusers and, last, XLabs; the first that fits counts.
+_ALPHA_OF = "alpha"
+_DIFFUSION = {
+    ".lora_A.weight": A,
+    ".lora_B.weight": B,
+    ".lora_B.bias": BIAS,
+    ".lora_down.weight": A,
+    ".lora_up.weight": B,
+    **{f"{form}.down.weight": A for form in (".lora", "_lora", ".lora_linear_layer")},
+    **{f"{form}.up.weight": B for form in (".lora", "_lora", ".lora_linear_layer")},
+    **{f"{form}.alpha": _ALPHA_OF for form in (".lora", "_lora", ".lora_linear_layer", "")},
+    ".dora_scale": MAGNITUDE,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".lora_mid.weight": "lora_mid",
+    **{f".hada_{role}": f"hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{f".lokr_{role}": f"lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    ".down.weight": A,
+    ".up.weight": B,
+}
+# Roles that no merge knows.
+_UNMERGED = ("lora_mid", "hada_", "lokr_")
 # Each role needs at least one of these partners.
 _FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
 _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
@@ -178,10 +202,12 @@ class Adapter:
 
     writer = ""
     mlx = False  # factors are transposed
+    for_diffusion = False  # only a base with known names of diffusion models fits
     default_rank: int | None = None  # None: only the shapes tell
     alpha = 1.0
     dora: bool | None = False  # rows are rescaled to magnitudes; None: where a module has them
     rslora = False  # the factor is alpha / sqrt(r) instead of alpha / r
+    turns = True  # whether the base can store weights as [in, out], which shapes and names tell
     transposed = False  # weights of the base are [in, out]
     ranks: Mapping[str, float] = MappingProxyType({})
     alphas: Mapping[str, float] = MappingProxyType({})
@@ -328,7 +354,7 @@ class _PeftAdapter(Adapter):
 
 
 class _MlxAdapter(Adapter):
-    writer, mlx = "MLX", True
+    writer, mlx, turns = "MLX", True, False
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
@@ -351,9 +377,99 @@ class _MlxAdapter(Adapter):
         return self.alpha * self.weight
 
 
+class _DiffusionAdapter(Adapter):
+    for_diffusion, turns, dora = True, False, None
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""
+        self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "")
+        configs: dict[str, dict[str, Any]] = {}
+        for key, value in config.items():
+            part, _, setting = key.partition(".")
+            configs.setdefault(part, {})[setting] = value
+        # rank, alpha, rank_pattern, alpha_pattern, use_rslora
+        self._settings: dict[str, tuple[int, float, dict[str, float], dict[str, float], bool]] = {}
+        for part, settings in configs.items():
+            _check_method({"peft_type": "LORA", **settings}, path)
+            patterns = _numbers(settings, "rank_pattern", path, whole=True), _numbers(settings, "alpha_pattern", path)
+            rank = int(_number(settings, "r", _RANK, path, whole=True))
+            alpha = _number(settings, "lora_alpha", _ALPHA, path)
+            self._settings[part] = rank, alpha, *patterns, _flag(settings, "use_rslora", path)
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        bare = unwrapped(name)
+        end = next((end for end in _DIFFUSION if bare.endswith(end)), None)
+        if end is None or _DIFFUSION[end].startswith(_UNMERGED):
+            text = "of the adapter is no part of a LoRA of a diffusion model"
+            if (kind := foreign_kind(bare)) is not None:
+                text = f"belongs to {kind}, which safeload does not merge"
+            elif end is not None:
+                text = "of the adapter belongs to a Tucker decomposition, which safeload does not merge"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        return diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
+
+    def _modules(self) -> dict[str, dict[str, str]]:
+        """Take the alphas out of the tensors that change weights."""
+        modules = super()._modules()
+        names = {module: parts.pop(_ALPHA_OF) for module, parts in modules.items() if _ALPHA_OF in parts}
+        values = self.checkpoint.load([*names.values()])
+        self._own_alphas: dict[str, float] = {}
+        for module, name in names.items():
+            problem, alpha = None, float(values[name].reshape(-1)[0]) if values[name].size == 1 else math.nan
+            if not modules[module]:
+                problem = "has no factors"
+            elif not abs(alpha) < 1e30:
+                problem = f"must be one finite number, got {show(values[name].tolist())}"
+            elif alpha == 0:
+                problem = "is 0: kohya takes it for the rank, ComfyUI for 0"
+            elif module.partition(".")[0] in self._settings:
+                problem = "gives an alpha, and so does the metadata of the file"
+            if problem is not None:
+                raise error_about(UnsupportedError, f"of the adapter {problem}", path=self.checkpoint.path, tensor=name)
+            self._own_alphas[module] = alpha
+        return modules
+
+    def alpha_of(self, module: str) -> float:
+        part, _, rest = module.partition(".")
+        if part in self._settings:
+            _, default, _, alphas, _ = self._settings[part]
+            return float(_of_module(alphas, "alpha_pattern", rest, default))
+        return self._own_alphas.get(module, self.rank(module))
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        part, _, rest = module.partition(".")
+        root = False
+        if part in self._settings:
+            default, _, ranks, _, root = self._settings[part]
+            expected = _of_module(ranks, "rank_pattern", rest, default)
+            if expected != rank:
+                text = f"has rank {rank}, but the metadata of the file says {expected}"
+                raise error_about(FormatError, text, path=self.checkpoint.path, tensor=tensor)
+        if rank < 1:
+            raise error_about(FormatError, "has rank 0", path=self.checkpoint.path, tensor=tensor)
+        return self.alpha_of(module) / (math.sqrt(rank) if root else rank) * self.weight
+
+
+# The key of Diffusers in a file's metadata: the settings of PEFT, each name after a part of the pipeline.
+_METADATA = "lora_adapter_metadata"
+
+
+def _settings_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    text = checkpoint.metadata.get(_METADATA)
+    try:
+        config = {} if text is None else json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"{show(_METADATA)} is no JSON: {error}", checkpoint.path) from None
+    if not isinstance(config, Mapping):
+        raise FormatError(f"{show(_METADATA)} must be an object, got {show(config)}", checkpoint.path)
+    return config
+
+
 def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
     """Return an open checkpoint as an adapter, in the dialect of its names and its configuration."""
     file = checkpoint.weight_files[0]
+    if any(diffusion_writer(name) for name in map(unwrapped, checkpoint) if not name.startswith(_PREFIX)):
+        return _DiffusionAdapter(checkpoint, weight, _settings_in(checkpoint), Location(file.files, file.place))
     _check_names(checkpoint)
     config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
     try:
@@ -554,6 +670,24 @@ class Apart(NamedTuple):
             yield from ((f"{outer}.{layer}.weight", expert, k * self.rows) for k, layer in enumerate(self.layers))
 
 
+class Pieces(NamedTuple):
+    """A tensor of the model whose rows are those of stored tensors, or of parts of these, below each other."""
+
+    pieces: Sequence[tuple[str, int, int, int]]  # stored tensor, part and number of parts as in `Divided`, and rows
+    shape: Sequence[int]
+
+    def rows(self) -> Iterator[tuple[Divided, slice]]:
+        """Yield each piece with its rows here."""
+        begin = 0
+        for stored, number, parts, rows in self.pieces:
+            yield Divided(stored, number, parts), slice(begin, begin + rows)
+            begin += rows
+
+
+# Where a tensor of the model is stored, if under its own name, then as a str.
+Place: TypeAlias = str | Apart | Divided | Pieces
+
+
 class Base:
     """The tensors of a model to merge adapters into, found by the names of the model."""
 
@@ -566,7 +700,8 @@ class Base:
         target: Callable[[str], AdapterTarget],  # a stored tensor
         *,
         heads: Collection[str] = (),  # names of tied heads, stored or not
-        places: Mapping[str, str | Apart | Divided] | None = None,  # found in the whole base, if this is a part of it
+        places: Mapping[str, str | Apart | Divided | Pieces]
+        | None = None,  # found in the whole base, if this is a part of it
     ) -> None:
         self.title, self.names, self._shape, self._target = title, names, shape, target
         model_type = (config or {}).get("model_type")
@@ -581,6 +716,11 @@ class Base:
         # Tensors that an adapter brings whole, with another number of rows or in addition: their shapes and dtypes.
         self.grown: dict[str, AdapterTarget] = {}
         self.rows_before: dict[str, int] = {}  # of those with another number of rows
+
+    @cached_property
+    def diffusion(self) -> diffusion.Names | None:
+        """The places of a diffusion model by the names of adapters' tools."""
+        return None if self.is_part else diffusion.names_of(self.names)
 
     def grow(self, modules: Iterable[tuple[Adapter, Mapping[str, Mapping[str, str]]]], heads: Heads) -> None:
         """Find the embeddings and heads of a larger vocabulary, and the task heads that the base lacks."""
@@ -625,7 +765,7 @@ class Base:
                 text += "train and save embedding and head together"
                 raise UnsupportedError(text, path=self.title, tensor=name)
 
-    def find(self, name: str) -> str | Apart | Divided | None:
+    def find(self, name: str) -> Place | None:
         """Return where a tensor of the model is stored; None if the base lacks it."""
         if name in self.grown:
             return name
@@ -634,6 +774,8 @@ class Base:
                 return name
             texts = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
             place = next((place for place in map(self._place, texts) if place is not None), None)
+            if place is None and self.diffusion is not None:
+                place = self._pieces(name, self.diffusion.find(name))
             if place is None or place == name:
                 return place
             self.places[name] = place
@@ -645,7 +787,7 @@ class Base:
         stored = stored_names(self.names, self.title)
         return ModelNames(self._config, {**dict(zip(self._heads, self._heads, strict=True)), **stored})
 
-    def _place(self, name: str) -> str | Apart | Divided | None:
+    def _place(self, name: str) -> Place | None:
         place = self._known.find(name)
         if isinstance(place, Turned):
             self.turned.add(name)
@@ -663,14 +805,31 @@ class Base:
             return None
         return self._stack(name) if place is None else place
 
+    def _pieces(self, name: str, found: Sequence[Divided] | None) -> str | Divided | Pieces | None:
+        """Return the place of a tensor of a diffusion model, None if its pieces do not fit each other."""
+        if not found:
+            if found is not None:
+                self.unmapped[name] = "several tensors of the base have this name"
+            return None
+        shapes = [self._shape(piece.stored) for piece in found]
+        divides = all(shape and shape[0] % piece.parts == 0 for shape, piece in zip(shapes, found, strict=True))
+        if not divides or len({shape[1:] for shape in shapes}) > 1:
+            self.unmapped[name] = f"{', '.join(map(show, {piece.stored: 0 for piece in found}))} cannot be its rows"
+            return None
+        if len(found) == 1:
+            return found[0] if found[0].parts > 1 else found[0].stored
+        rows = [shape[0] // piece.parts for shape, piece in zip(shapes, found, strict=True)]
+        pieces = [(*piece, size) for piece, size in zip(found, rows, strict=True)]
+        return Pieces(pieces, (sum(rows), *shapes[0][1:]))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that `find` finds."""
         place = self.find(name) or name
         if isinstance(place, Divided):
             rows, *columns = self._shape(place.stored)
             return rows // place.parts, *columns
-        if isinstance(place, Apart):
-            return place.shape
+        if isinstance(place, (Apart, Pieces)):
+            return tuple(place.shape)
         return self.grown[place].shape if place in self.grown else self._shape(place)
 
     def target(self, stored: str) -> AdapterTarget:
@@ -734,7 +893,7 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
-        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
+        if not adapter.turns or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         # PEFT never transposes one expert.

@@ -30,7 +30,7 @@ from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
 from . import adapter as lora
-from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads
+from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, Pieces
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -119,6 +119,8 @@ class Merge:
         tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
         modules = [self._with_tied(adapter, tied) for adapter in adapters]
         try:
+            for adapter, own in zip(adapters, modules, strict=True):
+                self._leave_out(adapter, own)
             base.grow(zip(adapters, modules, strict=True), heads)
         except SafeloadError as error:
             if problems is None:
@@ -136,6 +138,28 @@ class Merge:
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
+
+    def _leave_out(self, adapter: Adapter, modules: dict[str, Mapping[str, str]]) -> None:
+        """Leave out the modules of parts of a pipeline that the base does not have, such as its text encoders."""
+        if not adapter.for_diffusion or self.base.is_part:
+            return
+        known, title = self.base.diffusion, self.base.title
+        left = [module for module in modules if known is None or known.lacks(module)]
+        first = next((next(iter(modules[module].values())) for module in left), None)
+        for module in left:
+            modules.pop(module)
+        if left and not modules:
+            text = f"of the adapter belongs to a part of a pipeline that {title} does not have, as do all its others"
+            if known is None:
+                text = (
+                    f"belongs to a LoRA adapter of {adapter.writer}, which needs a diffusion model, and {title} has no "
+                )
+                text += "names of one that safeload knows (sd1, sdxl, sd3, flux, wan)"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=first)
+        if left:
+            which = f"{len(left)} of {len(left) + len(modules)} modules, such as that of {show(first)}"
+            text = "%s: left out %s: %s does not have the parts of the pipeline that they change"
+            warning(text, adapter.checkpoint.path, which, title)
 
     def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
         """Return modules: a tensor or rows that replace one of two tied tensors replace both."""
@@ -188,6 +212,18 @@ class Merge:
                     target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
                     change = self._change(adapter, fit, module, roles, target)
                     self._add(place.stored, change._replace(divided=place))
+            elif isinstance(place, Pieces):
+                change = None
+                for piece, own in (each for each in place.rows() if each[0].stored in base.names):
+                    target, height = base.target(piece.stored), (own.stop - own.start) * piece.parts
+                    if target.shape != (height, *place.shape[1:]):  # a plan can say anything
+                        text = f"is {list(target.shape)}, but {show(model_name)} needs {height} rows"
+                        raise error_about(FormatError, text, path=base.title, tensor=piece.stored)
+                    if change is None:
+                        whole = target._replace(name=model_name, shape=tuple(place.shape))
+                        change = self._change(adapter, fit, module, roles, whole)
+                    divided = piece if piece.parts > 1 else None
+                    self._add(piece.stored, change._replace(part=(0, own), divided=divided))
             elif isinstance(place, str) and (place in base.names or place in base.grown):
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
@@ -392,7 +428,7 @@ def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Seq
     checkpoint, name = change.adapter.checkpoint, change.parts[lora.MAGNITUDE]
     magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
     if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
-        return step._replace(norms=magnitude)
+        return step._replace(norms=magnitude if change.part is None else magnitude[change.part[1]])
     squares = np.zeros(step.right.shape[1])
     for _, tile in _changed_tiles(target, [*earlier, step]):
         squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)

@@ -25,6 +25,7 @@ from ..core.table import TensorInfo
 from ..core.text import clip, listed, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, is_of_tower, model_of
+from ..models.module_names import adapter_kind
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import mapping, quantization_of
 from ..remote.url import is_url, shown
@@ -77,7 +78,7 @@ class AdapterSummary(NamedTuple):
 
     Attributes:
         method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
-        writer: "PEFT" or "MLX".
+        writer: "PEFT", "MLX", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers" or "XLabs".
         ranks: ranks of its modules, ascending.
         alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
         modules: number of modules by the last part of their names, most frequent first.
@@ -404,6 +405,7 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 def _is_adapter(path: str, opened: Checkpoint, base: Paths | None) -> bool:
     """Recognize an adapter by its names; refuse a base for anything else."""
     adapter = any(".lora_" in name or name.startswith("base_model.model.") for name in opened)
+    adapter = adapter or (adapter_kind(opened) or "").startswith("a LoRA adapter")
     if base is not None and not adapter:
         raise ValueError(f"base= needs a LoRA adapter, got {path}")
     return adapter
@@ -441,7 +443,7 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
         list(adapter.parameters),
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
-        adapter.config,
+        dict(adapter.config),
         None if base is None else _fitted(adapter, base, storage_options)[0],
     )
 

@@ -61,6 +61,7 @@ _KINDS = tuple(
         (r"^lora_(?:unet|te[0-9]?|transformer|prior|text)_", "a LoRA adapter of kohya"),
         (r"^diffusion_model\..*\.lora_", "a LoRA adapter of ComfyUI"),
         (r"^(?:blk\..*|token_embd|output)\.weight\.lora_[ab]$", "a LoRA adapter of llama.cpp (GGUF)"),
+        (r"\.processor\.(?:qkv|proj)_lora[12]?\.(?:down|up)\.", "a LoRA adapter of XLabs"),
         (r"[._]lora\.(?:down|up)\.|_lora\.(?:down|up)\.|lora_linear_layer\.", "a LoRA adapter of diffusers"),
         (r"^(?:transformer|unet|text_encoder(?:_[23])?|controlnet|prior)\..*\.lora_[AB]\.",
          "a LoRA adapter of diffusers"),
@@ -75,6 +76,10 @@ _MERGED = (
     "a LoRA adapter (PEFT",
     "a LoRA adapter (MLX",
     "an adapter with trained token",
+    "a LoRA adapter of kohya",
+    "a LoRA adapter of ComfyUI",
+    "a LoRA adapter of XLabs",
+    "a LoRA adapter of diffusers",
 )  # a rank can follow: "(PEFT, r 8)"
 # Tensors that accompany an adapter's.
 _BESIDE = re.compile(
@@ -90,6 +95,18 @@ def foreign_kind(name: str) -> str | None:
     """Return the method or tool of an unsupported adapter with a tensor of this name."""
     kind = _kind(name)
     return None if kind is None or kind.startswith(_MERGED) else kind
+
+
+# The ends of the kinds of files for diffusion models, which have no configuration.
+_OF_DIFFUSION = ("kohya", "ComfyUI", "XLabs", "diffusers", "LyCORIS adapter", "(LyCORIS)")
+
+
+def diffusion_writer(name: str) -> str | None:
+    """Return the tool whose adapters of diffusion models have a tensor of this name."""
+    kind = _kind(name)
+    if kind is None or not kind.endswith(_OF_DIFFUSION):
+        return None
+    return "LyCORIS" if "LyCORIS" in kind else kind.removeprefix("a LoRA adapter of ")
 
 
 def adapter_kind(names: Iterable[str]) -> str | None:

@@ -1,0 +1,281 @@
+"""LoRA adapters of diffusion models merged while loading, against what Diffusers fuses (tests/data/lora_diffusion)."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from builders.paths import DATA
+
+import safeload
+from safeload.numpy import save_file
+
+pytestmark = pytest.mark.any_python
+
+FOLDER = DATA / "lora_diffusion"
+CASES = sorted(path.stem for path in (FOLDER / "merged").iterdir())
+
+
+def in_single(tensors, model):
+    """Tensors of Diffusers as those of a single file, as far as all of their parts are there."""
+    places = json.loads((FOLDER / f"{model}_single.json").read_text())
+    single = {}
+    for name, runs in places.items():
+        pieces = [[runs, None, None]] if isinstance(runs, str) else runs
+        if all(piece[0] in tensors for piece in pieces):
+            single[name] = np.concatenate([tensors[stored][first:last] for stored, first, last in pieces])
+    return single
+
+
+def layouts(case, tmp_path):
+    """Yield each layout of a base with a function that brings tensors of Diffusers into it."""
+    model = case.partition("_")[0]
+    path = FOLDER / f"{model}_base.safetensors"
+    yield path, dict
+    save_file(in_single(safeload.load(path), model), tmp_path / "single.safetensors")
+    yield tmp_path / "single.safetensors", lambda tensors: in_single(tensors, model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_diffusers_fuses_in_both_layouts(case, tmp_path):
+    base, fused = safeload.load(FOLDER / f"{case.partition('_')[0]}_base.safetensors", dtype="float32"), {}
+    fused = {**base, **safeload.load(FOLDER / "merged" / f"{case}.safetensors")}
+    for path, layout in layouts(case, tmp_path):
+        merged = safeload.load(path, adapters=FOLDER / f"{case}.safetensors", dtype="float32")
+        before, expected = layout(base), layout(fused)
+        assert merged.keys() == expected.keys()
+        for name, value in expected.items():
+            same = np.array_equal(value, before[name])
+            assert np.array_equal(merged[name], before[name]) == same, name
+            bound = (
+                0 if same else 8 * np.finfo(np.float32).eps * (np.abs(value).max() + np.abs(before[name]).max() + 64)
+            )
+            assert np.abs(merged[name] - value).max() <= bound, name
+
+
+# ---- by name ----
+
+FLUX = FOLDER / "flux_base.safetensors"
+IMG = "double_blocks.0.img_attn.proj"
+
+
+def factors(module, *, down=".lora_down.weight", up=".lora_up.weight", rank=2, rows=8, columns=8, **more):
+    rng = np.random.default_rng(rank)
+    tensors = {
+        f"{module}{down}": rng.standard_normal((rank, columns)),
+        f"{module}{up}": rng.standard_normal((rows, rank)),
+    }
+    return {name: value.astype(np.float32) for name, value in tensors.items()} | more
+
+
+def saved(tmp_path, tensors, metadata=None):
+    save_file(tensors, tmp_path / "a.safetensors", metadata)
+    return tmp_path / "a.safetensors"
+
+
+def change_of(name, adapter, base=FLUX):
+    """The change of a tensor of the base."""
+    return safeload.load(base, adapters=adapter)[name].astype(np.float64) - safeload.load(base)[name].astype(np.float64)
+
+
+SPELLINGS = {
+    "kohya": ("lora_unet_double_blocks_0_img_attn_proj", ".lora_down.weight", ".lora_up.weight"),
+    "kohya, diffusers' names": ("lora_unet_transformer_blocks_0_attn_to_out_0", ".lora_down.weight", ".lora_up.weight"),
+    "OneTrainer": ("lora_transformer_transformer_blocks_0_attn_to_out_0", ".lora_down.weight", ".lora_up.weight"),
+    "ComfyUI": (f"diffusion_model.{IMG}", ".lora_A.weight", ".lora_B.weight"),
+    "ComfyUI, kohya's ends": (f"diffusion_model.{IMG}", ".lora_down.weight", ".lora_up.weight"),
+    "no prefix": (IMG, ".lora_down.weight", ".lora_up.weight"),
+    "diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora_A.weight", ".lora_B.weight"),
+    "old diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora.down.weight", ".lora.up.weight"),
+    "XLabs": ("double_blocks.0.processor.proj_lora1", ".down.weight", ".up.weight"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_of_a_module_changes_it(spelling, tmp_path):
+    module, down, up = SPELLINGS[spelling]
+    tensors = factors(module, down=down, up=up)
+    a, b = tensors.values()
+    change = change_of("transformer_blocks.0.attn.to_out.0.weight", saved(tmp_path, tensors))
+    assert np.abs(change - (b @ a)).max() < 0.01  # the base is float16
+
+
+@pytest.mark.parametrize(("alpha", "factor"), [(None, 1), (2, 1), (1, 0.5), (-4.0, -2)])
+def test_alpha_over_rank_is_the_factor_and_one_without_alpha(alpha, factor, tmp_path):
+    module = f"diffusion_model.{IMG}"
+    more = {} if alpha is None else {f"{module}.alpha": np.array(alpha, np.float32)}
+    tensors = factors(module, **more)
+    a, b = (value for name, value in tensors.items() if "lora" in name)
+    change = change_of("transformer_blocks.0.attn.to_out.0.weight", saved(tmp_path, tensors))
+    assert np.abs(change - factor * (b @ a)).max() < 0.01
+
+
+def test_several_adapters_add_up_with_their_weights(tmp_path):
+    whole = saved(tmp_path, factors("lora_unet_double_blocks_0_img_attn_qkv", rows=24))
+    name = "transformer_blocks.0.attn.to_k.weight"
+    alone = change_of(name, whole)
+    both = change_of(name, [(whole, 0.5), (FOLDER / "flux_diffusers.safetensors", -1)])
+    other = change_of(name, FOLDER / "flux_diffusers.safetensors")
+    assert np.abs(both - (0.5 * alone - other)).max() < 0.05
+
+
+def test_an_adapter_of_the_whole_and_one_of_a_part_do_not_mix_in_a_joined_weight(tmp_path):
+    save_file(in_single(safeload.load(FLUX), "flux"), tmp_path / "single.safetensors")
+    whole = saved(tmp_path, factors("lora_unet_double_blocks_0_img_attn_qkv", rows=24))
+    with pytest.raises(safeload.UnsupportedError, match="changed as a whole by one adapter and in parts by another"):
+        safeload.load(tmp_path / "single.safetensors", adapters=[whole, FOLDER / "flux_diffusers.safetensors"])
+
+
+TEXT = "lora_te1_text_model_encoder_layers_0_self_attn_q_proj"
+
+
+def test_text_encoders_that_the_base_lacks_are_left_out_with_a_warning(tmp_path, caplog):
+    adapter = saved(tmp_path, {**factors(TEXT), **factors(f"lora_unet_{IMG.replace('.', '_')}")})
+    assert change_of("transformer_blocks.0.attn.to_out.0.weight", adapter).any()
+    assert f"left out 1 of 2 modules, such as that of '{TEXT}.lora_down.weight'" in caplog.text
+    alone = saved(tmp_path, factors(TEXT))
+    with pytest.raises(safeload.UnsupportedError, match="does not have, as do all its others"):
+        safeload.load(FLUX, adapters=alone)
+
+
+@pytest.mark.parametrize("end", ["weight", "bias"])
+def test_text_encoders_of_a_single_file_change_with_it(end, tmp_path):
+    """The second one of SDXL joins what adapters change apart."""
+    base = in_single(safeload.load(FOLDER / "unet_base.safetensors"), "unet")
+    first, second = "conditioner.embedders.0.transformer.text_model.encoder.layers.0.self_attn.q_proj", "conditioner."
+    second += "embedders.1.model.transformer.resblocks.0.attn"
+    base |= {f"{first}.weight": np.zeros((8, 8), np.float32), f"{second}.in_proj_weight": np.zeros((24, 8), np.float32)}
+    base |= {f"{first}.bias": np.zeros(8, np.float32), f"{second}.in_proj_bias": np.zeros(24, np.float32)}
+    save_file(base, tmp_path / "base.safetensors")
+    forms = {"down": ".lora_A.weight", "up": ".lora_B.weight"}
+    layer = "text_model.encoder.layers.0.self_attn"
+    one = factors(f"text_encoder.{layer}.q_proj", **forms)
+    two = factors(f"text_encoder_2.{layer}.v_proj", **forms, rank=3)
+    bias = {f"text_encoder_2.{layer}.v_proj.lora_B.bias": np.arange(8, dtype=np.float32)}
+    merged = safeload.load(tmp_path / "base.safetensors", adapters=saved(tmp_path, one | two | bias))
+    if end == "bias":
+        assert (merged[f"{second}.in_proj_bias"] == [0] * 16 + list(range(8))).all()
+        return
+    a, b = one.values()
+    np.testing.assert_allclose(merged[f"{first}.weight"], b @ a, rtol=1e-4, atol=1e-5)
+    a, b = two.values()
+    np.testing.assert_allclose(merged[f"{second}.in_proj_weight"][16:], b @ a, rtol=1e-4, atol=1e-5)
+    assert not merged[f"{second}.in_proj_weight"][:16].any()
+
+
+def test_dora_of_the_parts_of_a_joined_weight(tmp_path):
+    """Each part of a whole module has its own magnitudes."""
+    module = "lora_unet_double_blocks_0_img_attn_qkv"
+    magnitude = np.arange(1, 25, dtype=np.float32)
+    adapter = saved(tmp_path, factors(module, rows=24, **{f"{module}.dora_scale": magnitude[:, None]}))
+    merged = safeload.load(FLUX, adapters=adapter, dtype="float32")
+    parts = [merged[f"transformer_blocks.0.attn.to_{part}.weight"] for part in "qkv"]
+    np.testing.assert_allclose(np.linalg.norm(np.concatenate(parts), axis=1), magnitude, rtol=1e-5)
+
+
+REFUSED = {
+    "LoHa": ({f"diffusion_model.{IMG}.hada_w1_a": np.ones((2, 2), np.float32)}, "a LoHa adapter"),
+    "LoKr": ({"lora_unet_x.lokr_w1": np.ones((2, 2), np.float32)}, "a LoKr adapter"),
+    "OFT": (factors(IMG, **{"lora_unet_x.oft_blocks": np.ones((2, 2), np.float32)}), "belongs to an OFT adapter"),
+    "Tucker": (factors(IMG, **{f"{IMG}.lora_mid.weight": np.ones((2, 2, 3, 3), np.float32)}), "a Tucker decomposition"),
+    "difference": (
+        factors(IMG, **{f"{IMG}.diff_b": np.ones(8, np.float32)}),
+        "diff_b' of the adapter is no part",
+    ),
+    "norm": (
+        factors(IMG, **{"norm.weight": np.ones(8, np.float32)}),
+        "'norm.weight' of the adapter is no part",
+    ),
+    "no counterpart": ({f"{IMG}.lora_down.weight": np.ones((2, 8), np.float32)}, "has no counterpart"),
+    "alpha alone": (factors(IMG, **{"x.alpha": np.float32(1).reshape(())}), "'x.alpha' of the adapter has no factors"),
+    "alpha 0": (factors(IMG, **{f"{IMG}.alpha": np.zeros((), np.float32)}), "is 0: kohya takes it for the rank"),
+    "alpha nan": (
+        factors(IMG, **{f"{IMG}.alpha": np.full((), np.nan, np.float32)}),
+        "one finite number, got nan",
+    ),
+    "two alphas": (factors(IMG, **{f"{IMG}.alpha": np.ones(2, np.float32)}), "must be one finite number"),
+    "unknown module": (factors("double_blocks.7.img_attn.proj"), "'double_blocks.7.img_attn.proj.weight', which"),
+    "unknown part": (
+        factors("transformer_2.x"),
+        "'transformer_2.x.weight'",
+    ),
+    "shape": (factors(IMG, columns=6), r"is \[2, 6\], but .* it needs \[2, 8\]"),
+    "turned": (factors("single_blocks.0.linear2", rows=40, columns=8), r"it needs \[2, 40\]"),
+    "integers": (factors(IMG, **{f"{IMG}.lora_down.weight": np.ones((2, 8), np.int8)}), "is I8: it must be floating"),
+    "inputs scaled": (factors(IMG, **{f"{IMG}.dora_scale": np.ones((1, 7), np.float32)}), "it needs 8 norms"),
+    "same part": (
+        factors(IMG) | factors(IMG, down=".lora_A.weight", up=".lora_B.weight"),
+        "are the same part of one module",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case, tmp_path):
+    tensors, message = REFUSED[case]
+    with pytest.raises(safeload.SafeloadError, match=message):
+        safeload.load(FLUX, adapters=saved(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "'lora_adapter_metadata' is no JSON"),
+        ("[]", "'lora_adapter_metadata' must be an object"),
+        ('{"transformer.r": 3}', "has rank 2, but the metadata of the file says 3"),
+        ('{"transformer.r": 2, "transformer.use_qalora": true}', '"use_qalora" is a variant of LoRA'),
+        ('{"transformer.r": 2, "transformer.peft_type": "VERA"}', "\"peft_type\" is 'VERA'"),
+        ('{"transformer.r": 2, "transformer.lora_alpha": "x"}', '"lora_alpha" must be a number'),
+    ],
+)
+def test_settings_of_diffusers_that_do_not_fit(text, message, tmp_path):
+    tensors = factors("transformer.transformer_blocks.0.attn.to_out.0", down=".lora_A.weight", up=".lora_B.weight")
+    adapter = saved(tmp_path, tensors, {"lora_adapter_metadata": text})
+    with pytest.raises(safeload.SafeloadError, match=message):
+        safeload.load(FLUX, adapters=adapter)
+
+
+def test_an_alpha_beside_settings_of_diffusers_is_refused(tmp_path):
+    module = "transformer.transformer_blocks.0.attn.to_out.0"
+    tensors = factors(
+        module, down=".lora_A.weight", up=".lora_B.weight", **{f"{module}.alpha": np.ones((), np.float32)}
+    )
+    adapter = saved(tmp_path, tensors, {"lora_adapter_metadata": '{"transformer.r": 2}'})
+    with pytest.raises(safeload.UnsupportedError, match="gives an alpha, and so does the metadata"):
+        safeload.load(FLUX, adapters=adapter)
+
+
+def test_two_tensors_of_one_spelling_are_refused(tmp_path):
+    base = safeload.load(FLUX)
+    base["transformer_blocks.0.attn.to.out.0.weight"] = base["transformer_blocks.0.attn.to_out.0.weight"]
+    save_file(base, tmp_path / "base.safetensors")
+    adapter = saved(tmp_path, factors("lora_unet_transformer_blocks_0_attn_to_out_0"))
+    with pytest.raises(safeload.UnsupportedError, match="several tensors of the base have this name"):
+        safeload.load(tmp_path / "base.safetensors", adapters=adapter)
+
+
+# ---- other doors ----
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "single"])
+def test_conversions_in_pieces_write_what_load_gives(layout, tmp_path):
+    path = FLUX
+    if layout == "single":
+        save_file(in_single(safeload.load(FLUX), "flux"), tmp_path / "single.safetensors")
+        path = tmp_path / "single.safetensors"
+    adapter = FOLDER / ("flux_kohya.safetensors" if layout == "diffusers" else "flux_diffusers.safetensors")
+    expected = safeload.load(path, adapters=adapter)
+    with ThreadPoolExecutor(2) as executor:
+        safeload.convert(path, tmp_path / "out", adapters=adapter, max_shard_size="4KB", executor=executor)
+    found = safeload.load(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+def test_info_and_check_name_what_an_adapter_changes(tmp_path):
+    found = safeload.info(FOLDER / "wan_kohya.safetensors", base=FOLDER / "wan_base.safetensors").to_dict()["adapter"]
+    assert (found["writer"], found["ranks"], found["alphas"], found["base"]["fits"]) == ("kohya", [2], [1.0], True)
+    assert safeload.check(FOLDER / "wan_kohya.safetensors", base=FOLDER / "wan_base.safetensors").ok
+    report = safeload.check(FOLDER / "wan_kohya.safetensors", base=FLUX)
+    assert not report.ok
+    assert "adapter.base" in str(report.to_dict())
