@@ -1,4 +1,4 @@
-"""Open LoRA adapters of PEFT and MLX: settings and tensors, and find the tensors of a base that they change."""
+"""Open LoRA adapters of PEFT, MLX and diffusion models: settings and tensors, and the tensors of a base they change."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from ..quant.patterns import compiled
 from . import diffusion
+from .diffusion import Assembled
 
 CONFIG = "adapter_config.json"
 
@@ -670,22 +671,8 @@ class Apart(NamedTuple):
             yield from ((f"{outer}.{layer}.weight", expert, k * self.rows) for k, layer in enumerate(self.layers))
 
 
-class Pieces(NamedTuple):
-    """A tensor of the model whose rows are those of stored tensors, or of parts of these, below each other."""
-
-    pieces: Sequence[tuple[str, int, int, int]]  # stored tensor, part and number of parts as in `Divided`, and rows
-    shape: Sequence[int]
-
-    def rows(self) -> Iterator[tuple[Divided, slice]]:
-        """Yield each piece with its rows here."""
-        begin = 0
-        for stored, number, parts, rows in self.pieces:
-            yield Divided(stored, number, parts), slice(begin, begin + rows)
-            begin += rows
-
-
 # Where a tensor of the model is stored, if under its own name, then as a str.
-Place: TypeAlias = str | Apart | Divided | Pieces
+Place: TypeAlias = str | Apart | Divided | Assembled
 
 
 class Base:
@@ -700,7 +687,7 @@ class Base:
         target: Callable[[str], AdapterTarget],  # a stored tensor
         *,
         heads: Collection[str] = (),  # names of tied heads, stored or not
-        places: Mapping[str, str | Apart | Divided | Pieces]
+        places: Mapping[str, str | Apart | Divided | Assembled]
         | None = None,  # found in the whole base, if this is a part of it
     ) -> None:
         self.title, self.names, self._shape, self._target = title, names, shape, target
@@ -774,8 +761,6 @@ class Base:
                 return name
             texts = [name, *(name.replace(part, stored) for part, stored in _RENAMED if part in name)]
             place = next((place for place in map(self._place, texts) if place is not None), None)
-            if place is None and self.diffusion is not None:
-                place = self._pieces(name, self.diffusion.find(name))
             if place is None or place == name:
                 return place
             self.places[name] = place
@@ -788,7 +773,8 @@ class Base:
         return ModelNames(self._config, {**dict(zip(self._heads, self._heads, strict=True)), **stored})
 
     def _place(self, name: str) -> Place | None:
-        place = self._known.find(name)
+        known = self._known.find(name)
+        place = self.diffusion.find(name, self._shape) if known is None and self.diffusion is not None else known
         if isinstance(place, Turned):
             self.turned.add(name)
             return place.stored
@@ -805,30 +791,13 @@ class Base:
             return None
         return self._stack(name) if place is None else place
 
-    def _pieces(self, name: str, found: Sequence[Divided] | None) -> str | Divided | Pieces | None:
-        """Return the place of a tensor of a diffusion model, None if its pieces do not fit each other."""
-        if not found:
-            if found is not None:
-                self.unmapped[name] = "several tensors of the base have this name"
-            return None
-        shapes = [self._shape(piece.stored) for piece in found]
-        divides = all(shape and shape[0] % piece.parts == 0 for shape, piece in zip(shapes, found, strict=True))
-        if not divides or len({shape[1:] for shape in shapes}) > 1:
-            self.unmapped[name] = f"{', '.join(map(show, {piece.stored: 0 for piece in found}))} cannot be its rows"
-            return None
-        if len(found) == 1:
-            return found[0] if found[0].parts > 1 else found[0].stored
-        rows = [shape[0] // piece.parts for shape, piece in zip(shapes, found, strict=True)]
-        pieces = [(*piece, size) for piece, size in zip(found, rows, strict=True)]
-        return Pieces(pieces, (sum(rows), *shapes[0][1:]))
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor that `find` finds."""
         place = self.find(name) or name
         if isinstance(place, Divided):
             rows, *columns = self._shape(place.stored)
             return rows // place.parts, *columns
-        if isinstance(place, (Apart, Pieces)):
+        if isinstance(place, (Apart, Assembled)):
             return tuple(place.shape)
         return self.grown[place].shape if place in self.grown else self._shape(place)
 

@@ -10,19 +10,34 @@ single_file_utils.py, lora_conversion_utils.py), https://github.com/comfyanonymo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ..core.files import read_data
+from ..core.text import show
 from ..models.diffusion import prefix_of
-from ..models.renamed import Divided
+from ..models.renamed import Divided, Unmapped
 
 _data = partial(read_data, __name__, "diffusion.json")
 
 # The part of a pipeline that is the diffusion model itself, whatever a tool calls it.
 _MODEL = ""
 _END = re.compile(r"[._](weight|bias)\Z")
+
+
+class Assembled(NamedTuple):
+    """A tensor of the model whose rows are those of stored tensors, or of parts of these, below each other."""
+
+    pieces: Sequence[tuple[str, int, int, int]]  # stored tensor, part and number of parts as in `Divided`, and rows
+    shape: Sequence[int]
+
+    def ranges(self) -> Iterator[tuple[Divided, slice]]:
+        """Yield each piece with the range of its rows in the tensor of the model."""
+        begin = 0
+        for stored, number, parts, rows in self.pieces:
+            yield Divided(stored, number, parts), slice(begin, begin + rows)
+            begin += rows
 
 
 class Names(NamedTuple):
@@ -35,9 +50,22 @@ class Names(NamedTuple):
         """Return whether a module belongs to another part of a pipeline, such as a text encoder."""
         return component_of(module)[0] not in self.components
 
-    def find(self, name: str) -> tuple[Divided, ...] | None:
+    def find(self, name: str, shape: Callable[[str], tuple[int, ...]]) -> str | Divided | Assembled | Unmapped | None:
+        """Return the place of a tensor by a tool's name; ``shape`` returns the shape of a stored tensor."""
         component, rest = component_of(name)
-        return self.pieces.get((component, rest.replace(".", "_")))
+        pieces = self.pieces.get((component, rest.replace(".", "_")))
+        if not pieces:
+            return None if pieces is None else Unmapped("several tensors of the base have this name")
+        if len(pieces) == 1:
+            return pieces[0] if pieces[0].parts > 1 else pieces[0].stored
+        shapes = [shape(piece.stored) for piece in pieces]
+        divides = all(each and each[0] % piece.parts == 0 for each, piece in zip(shapes, pieces, strict=True))
+        if not divides or len({each[1:] for each in shapes}) > 1:
+            stored = ", ".join(map(show, dict.fromkeys(piece.stored for piece in pieces)))
+            return Unmapped(f"the shapes of {stored} are not those of its rows")
+        rows = [each[0] // piece.parts for each, piece in zip(shapes, pieces, strict=True)]
+        with_rows = [(*piece, count) for piece, count in zip(pieces, rows, strict=True)]
+        return Assembled(with_rows, (sum(rows), *shapes[0][1:]))
 
 
 def component_of(name: str) -> tuple[str, str]:
@@ -71,14 +99,14 @@ def _indexed(names: Collection[str], inner: str, model: Mapping[str, Any]) -> Na
         match = _END.search(name)
         if name.startswith(prefix) and match is not None:
             stored[component, name[len(prefix) : match.start()], match[1]] = name
-    own: dict[tuple[str, str], tuple[Divided, ...]] = {}
-    others: dict[tuple[str, str], tuple[Divided, ...]] = {}
+    same: dict[tuple[str, str], tuple[Divided, ...]] = {}
+    derived: dict[tuple[str, str], tuple[Divided, ...]] = {}
     for (component, module, end), name in stored.items():
         key = _key(component, module, end)
-        own[key] = () if key in own else (Divided(name, 0, 1),)
-        for other, pieces in _elsewhere(component, module, end, stored, model):
-            others.setdefault(_key(component, other, end), pieces)
-    return Names(frozenset(component for component, _, _ in stored), {**others, **own})
+        same[key] = () if key in same else (Divided(name, 0, 1),)
+        for renamed, pieces in _elsewhere(component, module, end, stored, model):
+            derived.setdefault(_key(component, renamed, end), pieces)
+    return Names(frozenset(component for component, _, _ in stored), {**derived, **same})
 
 
 def _key(component: str, module: str, end: str) -> tuple[str, str]:
@@ -106,7 +134,7 @@ def _elsewhere(
         if (joined := _renamed(module, first, whole)) is not None:
             apart = [stored.get((component, _renamed(module, first, part) or "", end)) for part, _ in parts]
             if None not in apart:
-                yield joined, tuple(Divided(one, 0, 1) for one in apart if one is not None)
+                yield joined, tuple(Divided(piece, 0, 1) for piece in apart if piece is not None)
 
 
 def _parts(
@@ -115,8 +143,8 @@ def _parts(
     """Yield the names of the parts of a stored tensor, pairs of a name and a size; a part without a name has no use."""
     total, begin = sum(size for _, size in parts), 0
     for part, size in parts:
-        if part and (other := _renamed(module, whole, part)) is not None:
-            yield other, tuple(Divided(name, number, total) for number in range(begin, begin + size))
+        if part and (divided := _renamed(module, whole, part)) is not None:
+            yield divided, tuple(Divided(name, number, total) for number in range(begin, begin + size))
         begin += size
 
 

@@ -30,7 +30,8 @@ from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
 from . import adapter as lora
-from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, Pieces
+from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads
+from .diffusion import Assembled
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -212,9 +213,9 @@ class Merge:
                     target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
                     change = self._change(adapter, fit, module, roles, target)
                     self._add(place.stored, change._replace(divided=place))
-            elif isinstance(place, Pieces):
+            elif isinstance(place, Assembled):
                 change = None
-                for piece, own in (each for each in place.rows() if each[0].stored in base.names):
+                for piece, own in (each for each in place.ranges() if each[0].stored in base.names):
                     target, height = base.target(piece.stored), (own.stop - own.start) * piece.parts
                     if target.shape != (height, *place.shape[1:]):  # a plan can say anything
                         text = f"is {list(target.shape)}, but {show(model_name)} needs {height} rows"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, Pieces, heads_of, listed, opened
+from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
+from ..adapters.diffusion import Assembled
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
 from ..core import dtypes, jobs, packing
 from ..core.arrays import Array, foreign_order
@@ -816,7 +817,7 @@ def merged(
 
 
 # Where a base has the tensors that adapters change, by the key of a plan.
-_PLACES: dict[str, type[Any]] = {"apart": Apart, "divided": Divided, "pieces": Pieces, "renamed": str}
+_PLACES: dict[str, type[Any]] = {"apart": Apart, "divided": Divided, "assembled": Assembled, "renamed": str}
 
 
 def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
