@@ -384,7 +384,7 @@ def test_what_does_not_fit_is_named(base, tmp_path, tensors, words):
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        ({"peft_type": "LOHA"}, safeload.UnsupportedError, "'LOHA'"),
+        ({"peft_type": "HRA"}, safeload.UnsupportedError, "'HRA'"),
         ({"target_parameters": "x"}, safeload.FormatError, "target_parameters"),
         ({"target_parameters": ["x" * 1001]}, safeload.UnsupportedError, "of 1,000 characters"),
         ({"use_qalora": True}, safeload.UnsupportedError, "use_qalora"),

@@ -1,4 +1,4 @@
-"""Open LoRA adapters of PEFT and MLX: settings and tensors, and find the tensors of a base that they change."""
+"""Open adapters of PEFT and MLX: settings and tensors, and find the tensors of a base that they change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from itertools import accumulate, count, permutations, takewhile
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -23,18 +23,20 @@ from ..core.source import Source
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import EMBEDDINGS, STACK, is_unclear, tied_heads, vocabulary_sizes
-from ..models.module_names import foreign_kind, stored_names, unwrapped
+from ..models.module_names import adapter_kind, foreign_kind, stored_names, unwrapped
 from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from ..quant.patterns import compiled
+from . import kinds
+from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, VALUE, A, B, changing
 
 CONFIG = "adapter_config.json"
 
 # ---- settings ----
 
-# PEFT's LoraConfig defaults, for keys missing in the file.
-_RANK, _ALPHA = 8, 8
 _MAX_RANK = 1 << 20
+# Limit on the powers of a matrix that approximate a rotation.
+_MAX_TERMS = 1000
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Settings for further targets in the base, and for more than s * B A or a base changed before training.
@@ -70,12 +72,18 @@ def _of_module(patterns: Mapping[str, Any], key: str, module: str, default: Any)
 
 
 def _check_method(config: Mapping[str, Any], path: str) -> None:
-    """Refuse adapters of PEFT that are no plain LoRA."""
+    """Refuse other kinds of adapters, variants of LoRA, and settings that no value follows."""
     kind, key = config.get("peft_type"), next(filter(config.get, _REFUSED), None)
     problem = None if key is None else f'"{key}" {_REFUSED[key]} safeload does not merge'
-    if kind not in ("LORA", "TRAINABLE_TOKENS"):
+    row = kinds.KINDS.get("LORA" if kind == "TRAINABLE_TOKENS" else kind) if isinstance(kind, str) else None
+    if row is None:
         state = f'"peft_type" is {show(kind)}' if "peft_type" in config else 'there is no "peft_type"'
-        problem = f"{state}. safeload merges LoRA adapters and trained tokens only"
+        titles = ", ".join(kind.title for kind in kinds.KINDS.values())
+        problem = f"{state}. safeload merges adapters of the kinds {titles}, and trained tokens"
+    elif row.known is not None and problem is None:
+        known = {*row.known, *row.settings}
+        key = next((key for key, value in config.items() if value and key not in known), None)
+        problem = None if key is None else f'"{key}" is {show(config[key])}, which is no known setting of {row.title}'
     if problem is not None:
         raise error_about(UnsupportedError, f"{problem}; merge this adapter with PEFT", path=path)
     initialization = config.get("init_lora_weights")
@@ -127,6 +135,26 @@ def _token_indices(config: Mapping[str, Any], path: str) -> dict[str, tuple[int,
     return {module: tuple(indices) for module, indices in lists.items()}
 
 
+def _kept(config: Mapping[str, Any], path: str) -> dict[str, int]:
+    """Return the ranks of AdaLoRA's modules after training."""
+    values = config.get("rank_pattern") or {}
+    lists = values.values() if isinstance(values, Mapping) else [values]
+    if not all(isinstance(kept, list) and all(type(flag) is bool for flag in kept) for kept in lists):
+        raise FormatError(f'"rank_pattern" must map names to lists of true and false, got {show(values)}', path)
+    return {name.partition(".lora_E")[0]: sum(kept) for name, kept in values.items()}
+
+
+def _setting(config: Mapping[str, Any], key: str, default: Any, path: str) -> Any:
+    """Return a setting of the type of its default; one without a default is a text or a list of names."""
+    if key not in config:
+        return default
+    if type(default) is bool:
+        return _flag(config, key, path)
+    if default is not None:
+        return _number(config, key, default, path, whole=type(default) is int)
+    return config[key] if isinstance(config[key], str) else _names(config, key, path)
+
+
 def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
@@ -135,11 +163,6 @@ def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
 
 
 # ---- tensors ----
-
-# Roles of an adapter's tensors.
-A, B, MAGNITUDE, BIAS, VALUE = "A", "B", "magnitude", "bias", "value"
-EMBEDDING_A, EMBEDDING_B = "embedding A", "embedding B"
-TOKENS = "rows of tokens"
 
 _PREFIX = "base_model.model."
 _PEFT = {
@@ -166,7 +189,16 @@ _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = [".base_layer.", ".token_adapter.", _SAVED]
-_NOT_LORA = ("lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+_OTHERS = ("lora_", "hada_", "lokr_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+
+
+def _names_of(kind: kinds.AdapterKind) -> tuple[re.Pattern[str], Mapping[str, str]]:
+    """Return a pattern of the names with a role, with the groups of `_ROLE`, and the roles by the ends of names."""
+    if kind.known is None:
+        return _ROLE, _PEFT
+    stems = {f"lora_{role}" if role in (A, B) else role: role for form in kind.forms for role in form}
+    pattern = rf"\.({'|'.join(sorted(stems))})(?:\.(?!weight\Z)([^.]+))?(\.weight)?\Z"
+    return re.compile(pattern, re.ASCII), {f".{stem}{end}": stems[stem] for stem in stems for end in ("", ".weight")}
 
 
 class Adapter:
@@ -184,7 +216,9 @@ class Adapter:
             raise
         path = self.config_at.shown
         self.mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
+        self.kind = kinds.KINDS["LORA"]
         self.default_rank: int | None = None  # only the shapes tell
+        self.alpha = 1.0
         if self.mlx:
             kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
             if kind not in ("lora", "dora"):
@@ -197,12 +231,18 @@ class Adapter:
             config = {}  # it has no other settings
         else:
             _check_method(config, path)
-            self.default_rank = int(_number(config, "r", _RANK, path, whole=True))
-            self.alpha = _number(config, "lora_alpha", _ALPHA, path)
+            kind = self.kind = kinds.KINDS.get(config["peft_type"], self.kind)
+            if kind.rank_key is not None:
+                self.default_rank = int(_number(config, *kind.rank_key, path, whole=True))
+            if kind.alpha_key is not None:
+                self.alpha = _number(config, kind.alpha_key, 8, path)
             self.dora = _flag(config, "use_dora", path)  # rows are rescaled to magnitudes
         self.rslora = _flag(config, "use_rslora", path)  # the factor is alpha / sqrt(r) instead of alpha / r
         self.transposed = _flag(config, "fan_in_fan_out", path)  # weights of the base are [in, out]
-        self.ranks = _numbers(config, "rank_pattern", path, whole=True)
+        self.settings = {key: _setting(config, key, default, path) for key, default in self.kind.settings.items()}
+        adaptive = self.kind.title == "AdaLoRA"
+        self.kept = _kept(config, path) if adaptive else {}  # ranks after training, by module
+        self.ranks = {} if adaptive else _numbers(config, "rank_pattern", path, whole=True)
         self.alphas = _numbers(config, "alpha_pattern", path)
         # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
         self.parameters = _names(config, "target_parameters", path)
@@ -210,25 +250,45 @@ class Adapter:
         self._indices = _token_indices(config, path)
         # PEFT kept the head and the embedding of a tied model equal.
         self.tying = _flag(config, "ensure_weight_tying", path)
+        self._names = (_MLX_ROLE, _MLX) if self.mlx else _names_of(self.kind)
         self.modules = self._modules()
+        rotates = any(parts.keys() & {"oft_R", "oft_embedding_R"} for parts in self.modules.values())
+        developed = re.match(r"0\.(\d|1[0-7])\.", str(self.settings.get("peft_version")), re.ASCII)
+        if rotates and ((key := "use_cayley_neumann") not in config or (self.settings[key] and developed)):
+            text = f'"{key}" and "peft_version" of released versions of PEFT are needed: rotations are ambiguous'
+            raise error_about(UnsupportedError, text, path=path)
+        if rotates and self.settings[key := "num_cayley_neumann_terms"] > _MAX_TERMS:
+            raise error_about(UnsupportedError, f'"{key}" is more than {_MAX_TERMS}', path=path)
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha of a module; for MLX the factor."""
         alpha: float = _of_module(self.alphas, "alpha_pattern", module, self.alpha)
         return alpha
 
-    def scaling(self, module: str, rank: int, tensor: str) -> float:
-        if self.mlx:
-            return self.alpha * self.weight
-        expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
-        if rank < 1 or expected != rank:
-            key = "r" if expected == self.default_rank else "rank_pattern"
+    def scaling(self, module: str, rank: int | None, tensor: str) -> float:
+        """Return the factor of a module's change; ``rank`` is None if its tensors do not show it."""
+        factor = self.alpha_of(module) * self.weight
+        if self.mlx or self.default_rank is None:
+            return factor
+        expected = self.kept.get(module, _of_module(self.ranks, "rank_pattern", module, self.default_rank))
+        rank = expected if rank is None else rank
+        if expected != rank:
+            assert self.kind.rank_key is not None
+            key = self.kind.rank_key[0] if expected == self.default_rank else "rank_pattern"
             text = f"has rank {rank}, but {show(key)} of {CONFIG} says {expected}"
             raise error_about(FormatError, text, path=self.config_at.shown, tensor=tensor)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank) * self.weight
+        if self.kind.alpha_key is None:
+            return factor
+        if self.kind.title == "AdaLoRA":  # which divides by the first rank, and takes a rank for an alpha of 0
+            return (factor if self.alpha > 0 else rank * self.weight) / (self.default_rank + 1e-5)
+        return factor / (math.sqrt(rank) if self.rslora else rank)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint.tensors[name].shape
+
+    def shapes(self, parts: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a module's tensors by role."""
+        return {part: self.shape(name) for part, name in parts.items()}
 
     def is_copy(self, name: str) -> bool:
         """Return whether PEFT trained a copy of the module of a base tensor, which replaces the tensor."""
@@ -247,10 +307,13 @@ class Adapter:
         return tokens
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module with factors, summed over the matrices of a stack."""
-        parts = self.modules[module]
-        shape = self.shape(parts[A if A in parts else EMBEDDING_A])
-        return sum(shape[1:2] if self.mlx else shape[:1])
+        """Return the rank of a module that changes a weight, summed over the matrices of a stack; 0 if it has none."""
+        shapes = self.shapes(self.modules[module])
+        if self.mlx or EMBEDDING_A in shapes:
+            shape = shapes.get(EMBEDDING_A, shapes.get(A, ()))
+            return sum(shape[1:2] if self.mlx else shape[:1])
+        rank = kinds.rank_of(shapes)
+        return int(_of_module(self.ranks, "rank_pattern", module, self.default_rank or 0)) if rank is None else rank
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Group tensor names by module of the base and role; a whole tensor is its own module."""
@@ -258,14 +321,19 @@ class Adapter:
         modules: dict[str, dict[str, str]] = {}
         wrappers = _WRAPPED
         if not self.mlx:  # the names of a saved state dict contain the adapter's own name
-            roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+            roles = (match for name in checkpoint if (match := self._names[0].search(name)) is not None and match[2])
             own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
             if len(own) > 1:
                 text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
                 raise error_about(UnsupportedError, text, path=checkpoint.path)
             wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
         # Without the base's own values, stored beside their replacements.
+        shared: dict[str, str] = {}  # role -> tensor of all modules
         for name in (name for name in checkpoint if _UNUSED not in name):
+            stem = unwrapped(name).removeprefix("base_model.").partition(".")[0]
+            if stem in kinds.SHARED and stem in self.kind.forms[0]:
+                shared[stem] = name
+                continue
             module, part = self._parse_name(name, wrappers)
             parts = modules.setdefault(module, {})
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
@@ -288,12 +356,28 @@ class Adapter:
                 state = "no magnitude" if self.dora else "a magnitude"
                 text = f"the module of tensor {show(next(iter(parts.values())))} has {state}, which contradicts "
                 raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
+            if changing(parts):
+                parts.update({role: name for role, name in shared.items() if role not in parts})
+            if changing(parts) and kinds.kind_of(parts) is None:
+                self._refuse_form(parts)
         return modules
+
+    def _refuse_form(self, parts: Mapping[str, str]) -> NoReturn:
+        """Refuse a module without all tensors of its kind."""
+        kind, roles = self.kind, changing(parts)
+        text = f"of the adapter belongs to a module with {' and '.join(sorted(roles))}, but {kind.title} has "
+        text += ", or ".join(" and ".join(sorted(form)) for form in kind.forms)
+        if kind.title == "VeRA" and not roles.issuperset(kinds.SHARED):
+            text = f"of the adapter needs the projections {' and '.join(kinds.SHARED)}, which depend on the machine of "
+            text += "the training: save the adapter with save_projection=True"
+        elif "oft_r" in roles:
+            text += "; PEFT 0.13 and older have another OFT: merge this adapter with PEFT 0.13"
+        raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=parts[min(roles)])
 
     def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
         """Return the module and the role of an adapter tensor."""
         bare = unwrapped(name)
-        prefix, pattern, roles = ("", _MLX_ROLE, _MLX) if self.mlx else (_PREFIX, _ROLE, _PEFT)
+        prefix, (pattern, roles) = "" if self.mlx else _PREFIX, self._names
         if not bare.startswith(prefix):
             text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
@@ -301,10 +385,13 @@ class Adapter:
         match = pattern.search(rest)
         if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
             return rest[: match.start()], part
-        if any(part in rest for part in _NOT_LORA):
-            named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
-            text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
-            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        if any(part in rest for part in _OTHERS):
+            kind = adapter_kind([bare])
+            named = "" if kind is None or f" {self.kind.title} " in kind else f" ({kind})"
+            text = f"of the adapter belongs to a method other than {self.kind.title}{named}"
+            raise error_about(
+                UnsupportedError, f"{text}; merge this adapter with PEFT", path=self.checkpoint.path, tensor=name
+            )
         for wrapped in wrappers:
             while wrapped in rest:  # wrappers can nest
                 rest = rest.replace(wrapped, ".")
@@ -401,10 +488,10 @@ def heads_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None, name
     if is_unclear(config, pairs):
         for adapter in adapters:
             for module, parts in adapter.modules.items():
-                if EMBEDDING_A in parts:
+                if parts.keys() & kinds.EMBEDDING_ROLES:
                     text = f"the adapter changes the embedding {show(module)}; the base's config.json ties its head to "
                     text += "an embedding, but their names are not known, so the head would change too"
-                    raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=parts[EMBEDDING_A])
+                    raise UnsupportedError(text, path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
     if not pairs:
         return Heads(pairs, untied)
     known = ModelNames(config, {unwrapped(name): name for name in (*names, *pairs)})
@@ -437,7 +524,7 @@ def _changed_alone(adapter: Adapter, own: Mapping[str, Sequence[str]], pair: tup
     if adapter.mlx:  # its embeddings are their own heads
         return None
     modules = [(name, module) for name in pair for module in own.get(name, ())]
-    factors = [name for name, module in modules if adapter.modules[module].keys() & {A, EMBEDDING_A}]
+    factors = [name for name, module in modules if changing(adapter.modules[module])]
     changed = factors or [name for name, module in modules if adapter.is_copy(module)]
     values = [adapter.modules[module][VALUE] for _, module in modules if VALUE in adapter.modules[module]]
     rows = [adapter.modules[module][TOKENS] for _, module in modules if TOKENS in adapter.modules[module]]
@@ -680,13 +767,19 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
-        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
+        turns = "fan_in_fan_out" in (adapter.kind.known or ()) and bool(changing(parts))
+        if adapter.mlx or (sizes is None and not turns) or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         # PEFT never transposes one expert.
-        turns = len(shape) == (3 if module in parameters else 2) and shape[:-2] != (1,)
-        if turns and sizes in (shape[-2:], shape[:-3:-1]):
-            turned[module] = None if sizes == sizes[::-1] else sizes != shape[-2:]
+        if len(shape) != (3 if module in parameters else 2) or shape[:-2] == (1,):
+            continue
+        orders = [sizes == shape[-2:], sizes == shape[:-3:-1]]
+        if turns:
+            places = (kinds.Place(shape, by_columns, adapter.settings, module) for by_columns in (False, True))
+            orders = [adapter.kind.fits(adapter.shapes(parts), place) for place in places]
+        if any(orders):
+            turned[module] = None if all(orders) else orders[1]
     turned.update(_guesses(adapter, turned, parameters, base.model_type))
     for module, order in turned.items():
         if order is None:
@@ -697,7 +790,8 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
                 question += "adapter changes no other experts"
             elif not base.model_type:
                 question += "; open the base as a folder, because its config.json may show the order"
-            change = f"tensor {show(adapter.modules[module][A])} of the adapter changes {show(name)} of {base.title}"
+            tensor = show(next(iter(adapter.modules[module].values())))
+            change = f"tensor {tensor} of the adapter changes {show(name)} of {base.title}"
             unclear[module] = f"{change}, which is {list(base.shape(name))}: {question}"
     transposed = frozenset(m for m in adapter.modules if turned.get(m, adapter.transposed and m not in parameters))
     return Fit(parameters, transposed, unclear)
@@ -791,7 +885,11 @@ def _guesses(
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
     conv1d, flag = set().union(*(orders for last, orders in layers.items() if last in CONV1D)), adapter.transposed
-    plain = (module for module, parts in adapter.modules.items() if A in parts and module not in parameters)
+    plain = (
+        module
+        for module, parts in adapter.modules.items()
+        if changing(parts) - {EMBEDDING_A, EMBEDDING_B} and module not in parameters
+    )
     unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
     guesses: dict[str, bool | None] = {}
     for module in (module for module, order in turned.items() if order is None):
