@@ -621,6 +621,7 @@ typedef struct sl_update {
      * with zeros. */
     const float *right;
     float scaling;
+    int32_t times; /* 1: the product of each element with that of the next update is added instead */
 } sl_update;
 
 /* Changes of a matrix, one after another, computed in f32. Every tier produces the same bits, except for the bits of a

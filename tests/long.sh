@@ -22,7 +22,8 @@
 #   - models for mlx-lm: CI compares with recorded digests, this runs mlx-lm (tests/data/mlx/compare.sh);
 #   - models for ComfyUI: CI compares with committed digests, this with ComfyUI-GGUF's tools and loader (tests/data/comfyui/compare.sh);
 #   - folders for engines: CI compares with recorded digests, this with the engines' tools themselves (tests/data/engines/compare.sh);
-#   - adapters: CI merges committed adapters, this those that PEFT trains of every class of transformers (tests/data/renamed/compare.sh);
+#   - adapters: CI merges committed adapters, this those that PEFT trains of every class of transformers (tests/data/renamed/compare.sh),
+#     and those of each kind with other values (tests/data/kinds/compare.sh);
 #   - proof: CI judges our own results, this those of the engines' tools beside their source (tests/data/proof/compare.sh);
 #   - fuzzing: CI runs the committed corpora and a few random changes of them (tests/fuzz_targets/README.md).
 # Needs safeload with its extra `test`, and what these folders' scripts need. FOLDER keeps what was found and downloaded, and a
@@ -40,7 +41,7 @@ SAFELOAD_WINE=$kept/wine "$here/windows/run.sh" all
 AARCH64_ROOT=$kept/aarch64 "$here/aarch64/run.sh"
 SAFELOAD_PYTHONS=$kept/pythons "$here/pythons/run.sh"
 "$here/clients/run.sh" "$kept/clients"
-for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp mlx llama_quantize comfyui renamed proof; do
+for family in dcp deepspeed engines fsdp keras megatron orbax paddle flax onnx llama_cpp mlx llama_quantize comfyui renamed kinds proof; do
     "$here/data/$family/compare.sh" "$kept/$family"
 done
 "$here/fuzz_targets/run.sh" "${2:-3600}" "$kept/fuzz"

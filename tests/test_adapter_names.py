@@ -115,13 +115,11 @@ def test_mlx_names_lose_wrappers(write):
 # ---- methods and tools that are not merged ----
 
 KINDS = {
-    "a LoHa adapter (LyCORIS)": ["lycoris_x.hada_w1_a", "base_model.model.x.hada_w2_b"],
-    "a LoKr adapter (LyCORIS)": ["lora_unet_x.lokr_w1", "base_model.model.x.lokr_w2_a"],
-    "an IA3 adapter": ["base_model.model.x.ia3_l"],
-    "a VeRA adapter": ["base_model.vera_A", "base_model.model.x.vera_lambda_b"],
-    "an OFT adapter": ["base_model.model.x.oft_R.weight", "lora_unet_x.oft_blocks"],
-    "a BOFT adapter": ["base_model.model.x.boft_R", "base_model.model.x.boft_s"],
-    "an AdaLoRA adapter": ["base_model.model.x.lora_E"],
+    "an IA3 adapter": ["x.ia3_l"],
+    "a VeRA adapter": ["x.vera_lambda_b"],
+    "an OFT adapter": ["lora_unet_x.oft_blocks", "x.oft_R.weight"],
+    "a BOFT adapter": ["x.boft_R"],
+    "an AdaLoRA adapter": ["x.lora_E"],
     "a LoRA adapter of llama.cpp (GGUF)": ["blk.0.attn_q.weight.lora_a", "token_embd.weight.lora_b"],
 }
 SAMPLES = [(kind, name) for kind, names in KINDS.items() for name in names]
@@ -164,17 +162,40 @@ def test_adapters_of_diffusion_models_need_such_a_base(tool, names, tmp_path):
     save_file(dict(zip([module + end for end in ends], (A, B), strict=True)), tmp_path / "a.safetensors")
     with pytest.raises(safeload.UnsupportedError) as caught:
         safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "a.safetensors")
-    assert f"belongs to a LoRA adapter of {tool}, which needs a diffusion model" in str(caught.value)
+    assert f"belongs to an adapter of {tool}, which needs a diffusion model" in str(caught.value)
     (note,) = safeload.info(tmp_path / "a.safetensors").notes
     assert note.startswith(f"a LoRA adapter of {tool}: changes to the weights of a base model")
     assert safeload.info(tmp_path / "a.safetensors").to_dict()["adapter"]["writer"] == tool
 
 
-# The methods of PEFT 0.21.2 besides LORA and TRAINABLE_TOKENS, and writings of these that PEFT does not know.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("a LoHa", "base_model.model.x.hada_w2_b"),
+        ("a LoKr", "base_model.model.x.lokr_w2_a"),
+        ("an IA3", "base_model.model.x.ia3_l"),
+        ("a VeRA", "base_model.vera_A"),
+        ("a VeRA", "base_model.model.x.vera_lambda_b"),
+        ("an OFT", "base_model.model.x.oft_R.weight"),
+        ("a BOFT", "base_model.model.x.boft_s"),
+        ("an AdaLoRA", "base_model.model.x.lora_E"),
+    ],
+)
+def test_what_is_merged_needs_its_configuration(kind, name, tmp_path):
+    save_file({"x.weight": np.zeros((4, 4), np.float32)}, tmp_path / "base.safetensors")
+    save_file({name: A}, tmp_path / "a.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        safeload.load(tmp_path / "base.safetensors", adapters=tmp_path / "a.safetensors")
+    (note,) = safeload.info(tmp_path / "a.safetensors").notes
+    assert note.startswith(f"{kind} adapter (PEFT): ")
+    assert note.endswith("pass it as adapters= with its base")
+
+
+# The methods of PEFT 0.21.2 that are not merged, and writings of methods that PEFT does not know.
 METHODS = (
-    "ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 "
-    "LILY LN_TUNING LOHA LOKR MISS MULTITASK_PROMPT_TUNING OFT OSF PEANUT POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA "
-    "P_TUNING RANDLORA ROAD SHADOW SHIRA SUPERTUNING TINYLORA UNILORA VBLORA VERA WAVEFT XLORA lora QLORA"
+    "ADAMSS ADAPTION_PROMPT BEFT C3A CARTRIDGE CPT DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA LILY LN_TUNING "
+    "MISS MULTITASK_PROMPT_TUNING OSF PEANUT POLY PREFIX_TUNING PROMPT_TUNING PSOFT PVERA P_TUNING RANDLORA ROAD "
+    "SHADOW SHIRA SUPERTUNING TINYLORA UNILORA VBLORA WAVEFT XLORA lora QLORA"
 )
 
 
@@ -182,7 +203,9 @@ METHODS = (
 def test_methods_of_peft_are_refused_by_name(method, write, tmp_path):
     """Even if all their tensors have the names of LoRA."""
     names = [f"base_model.model.{Q}.lora_{x}.weight" for x in "AB"]
-    with pytest.raises(safeload.UnsupportedError, match=f"\"peft_type\" is '{method}'. safeload merges LoRA adapters"):
+    with pytest.raises(
+        safeload.UnsupportedError, match=f"\"peft_type\" is '{method}'. safeload merges adapters of the kinds LoRA,"
+    ):
         write(names, peft=method)
     found = safeload.info(tmp_path / "adapter").to_dict()["adapter"]
     assert (found["merged"], method in found["why"]) == (False, True)

@@ -384,7 +384,7 @@ def test_what_does_not_fit_is_named(base, tmp_path, tensors, words):
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        ({"peft_type": "LOHA"}, safeload.UnsupportedError, "'LOHA'"),
+        ({"peft_type": "HRA"}, safeload.UnsupportedError, "'HRA'"),
         ({"target_parameters": "x"}, safeload.FormatError, "target_parameters"),
         ({"target_parameters": ["x" * 1001]}, safeload.UnsupportedError, "of 1,000 characters"),
         ({"use_qalora": True}, safeload.UnsupportedError, "use_qalora"),
@@ -435,9 +435,9 @@ def test_arguments(base, tmp_path):
 
 
 def test_foreign_names_and_missing_settings(base, tmp_path):
-    save_file({"lycoris_w.hada_w1_a": np.ones((2, 2), np.float32)}, tmp_path / "loha.safetensors")
-    with pytest.raises(safeload.UnsupportedError, match="a LoHa adapter"):
-        safeload.load(base, adapters=tmp_path / "loha.safetensors")
+    save_file({"lora_unet_w.oft_blocks": np.ones((2, 2), np.float32)}, tmp_path / "oft.safetensors")
+    with pytest.raises(safeload.UnsupportedError, match="an OFT adapter"):
+        safeload.load(base, adapters=tmp_path / "oft.safetensors")
     adapter = write(tmp_path / "a", pair())
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(FileNotFoundError, match="adapter_config"):

@@ -174,10 +174,13 @@ def test_dora_of_the_parts_of_a_joined_weight(tmp_path):
 
 
 REFUSED = {
-    "LoHa": ({f"diffusion_model.{IMG}.hada_w1_a": np.ones((2, 2), np.float32)}, "a LoHa adapter"),
-    "LoKr": ({"lora_unet_x.lokr_w1": np.ones((2, 2), np.float32)}, "a LoKr adapter"),
+    "LoHa": (
+        {f"diffusion_model.{IMG}.hada_w1_a": np.ones((2, 2), np.float32)},
+        "but LoHa has hada_w1_a and hada_w1_b",
+    ),
+    "LoKr": ({"lora_unet_x.lokr_w1": np.ones((2, 2), np.float32)}, "lokr_w1, but LoKr has lokr_w1"),
     "OFT": (factors(IMG, **{"lora_unet_x.oft_blocks": np.ones((2, 2), np.float32)}), "belongs to an OFT adapter"),
-    "Tucker": (factors(IMG, **{f"{IMG}.lora_mid.weight": np.ones((2, 2, 3, 3), np.float32)}), "a Tucker decomposition"),
+    "Tucker": (factors(IMG, **{f"{IMG}.lora_mid.weight": np.ones((2, 2, 3, 3), np.float32)}), "and a convolution"),
     "difference": (
         factors(IMG, **{f"{IMG}.diff_b": np.ones(8, np.float32)}),
         "diff_b' of the adapter is no part",
@@ -202,7 +205,7 @@ REFUSED = {
     "shape": (factors(IMG, columns=6), r"is \[2, 6\], but .* it needs \[2, 8\]"),
     "turned": (factors("single_blocks.0.linear2", rows=40, columns=8), r"it needs \[2, 40\]"),
     "integers": (factors(IMG, **{f"{IMG}.lora_down.weight": np.ones((2, 8), np.int8)}), "is I8: it must be floating"),
-    "inputs scaled": (factors(IMG, **{f"{IMG}.dora_scale": np.ones((1, 7), np.float32)}), "it needs 8 norms"),
+    "inputs scaled": (factors(IMG, **{f"{IMG}.dora_scale": np.ones((1, 7), np.float32)}), "it needs norms of rows"),
     "same part": (
         factors(IMG) | factors(IMG, down=".lora_A.weight", up=".lora_B.weight"),
         "are the same part of one module",
@@ -224,7 +227,7 @@ def test_refused_by_name(case, tmp_path):
         ("[]", "'lora_adapter_metadata' must be an object"),
         ('{"transformer.r": 3}', "has rank 2, but the metadata of the file says 3"),
         ('{"transformer.r": 2, "transformer.use_qalora": true}', '"use_qalora" is a variant of LoRA'),
-        ('{"transformer.r": 2, "transformer.peft_type": "VERA"}', "\"peft_type\" is 'VERA'"),
+        ('{"transformer.r": 2, "transformer.peft_type": "VERA"}', "must be \"LORA\", got 'VERA'"),
         ('{"transformer.r": 2, "transformer.lora_alpha": "x"}', '"lora_alpha" must be a number'),
     ],
 )

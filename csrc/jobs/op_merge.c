@@ -1,5 +1,6 @@
 /* The operation SL_OP_MERGE: adds products of matrices to a matrix, tile by tile, and rounds the sums once. */
 #include "jobs/op.h"
+#include "kernels/scalar.h"
 #include "kernels/tier.h"
 
 /* Rows of a piece: all of them use a panel of the right factor while it is in the first-level cache. */
@@ -10,6 +11,8 @@
 #define TILE_ROWS ((uint64_t)8)
 #define TILE_COLUMNS ((uint64_t)512)
 #define TILE_LINE (TILE_COLUMNS * sizeof(float))
+/* Tiles of a thread: the values, and two products to multiply. */
+#define TILES ((uint64_t)3)
 
 _Static_assert(TILE_COLUMNS % SL_MERGE_PANEL == 0 && TILE_COLUMNS % 256 == 0, "tiles hold whole panels and blocks");
 
@@ -19,6 +22,8 @@ static int32_t check_updates(const sl_merge *merge, sl_error *error) {
         if (update->rank == 0 || update->left == NULL || update->right == NULL)
             return sl_fail(error, SL_E_ARGUMENT, -1, "update %llu has rank %llu or lacks a factor",
                            (unsigned long long)i, (unsigned long long)update->rank);
+        if (update->times != 0 && (i + 1 == merge->count || update[1].times != 0))
+            return sl_fail(error, SL_E_ARGUMENT, -1, "update %llu has no product to multiply", (unsigned long long)i);
     }
     return SL_OK;
 }
@@ -47,7 +52,7 @@ static int32_t plan_merge(const sl_job *job, sl_plan *plan, sl_error *error) {
         plan->piece = sl_min_u64(sl_max_u64(PIECE_ROWS, SL_STAGING / row_bytes), PIECE_BYTES / row_bytes) * row_bytes;
         sl_plan_bytes(job, SL_CHUNK - SL_CHUNK % plan->piece, 0, plan);
     }
-    plan->scratch = (plan->piece + 63) / 64 * 64 + TILE_ROWS * TILE_LINE;
+    plan->scratch = (plan->piece + 63) / 64 * 64 + TILES * TILE_ROWS * TILE_LINE;
     return SL_OK;
 }
 
@@ -57,7 +62,7 @@ typedef struct work {
     const sl_dtype_info *from, *to;
     sl_conversion narrowing; /* first == NULL: none */
     sl_merge_fn add;
-    uint8_t *tile;
+    uint8_t *tile, *first, *second;
 } work;
 
 /* Copies or converts `count` elements. */
@@ -66,6 +71,31 @@ static void move(const sl_conversion *conversion, const uint8_t *source, uint8_t
         memcpy(target, source, (size_t)count * sizeof(float));
     else
         sl_conversion_run(conversion, source, target, (size_t)count);
+}
+
+/* Adds an update to rows of panels of the tile, which begin at `row` and `panel` of the matrix. */
+static void add_update(const work *self, sl_update update, uint8_t *tile, uint64_t row, uint64_t rows, uint64_t panel,
+                       uint64_t panels) {
+    update.left += row * update.rank;
+    update.right += panel * update.rank * SL_MERGE_PANEL;
+    self->add(tile, TILE_LINE, (size_t)rows, (size_t)panels, &update);
+}
+
+/* Adds the products of the elements of two updates. */
+static void add_times(const work *self, const sl_update *update, uint64_t row, uint64_t rows, uint64_t panel,
+                      uint64_t panels) {
+    memset(self->first, 0, (size_t)(rows * TILE_LINE));
+    memset(self->second, 0, (size_t)(rows * TILE_LINE));
+    add_update(self, update[0], self->first, row, rows, panel, panels);
+    add_update(self, update[1], self->second, row, rows, panel, panels);
+    for (uint64_t r = 0; r < rows; r++) {
+        uint8_t *tile = self->tile + r * TILE_LINE;
+        const uint8_t *first = self->first + r * TILE_LINE, *second = self->second + r * TILE_LINE;
+        for (size_t c = 0; c < (size_t)panels * SL_MERGE_PANEL; c++) {
+            float product = float_of(load32(first, c)) * float_of(load32(second, c));
+            store_float(tile, c, float_of(load32(tile, c)) + product);
+        }
+    }
 }
 
 /* Merges `rows` rows of columns [column, end) of a tile's width; `source` is row `row` of the matrix at `column`. */
@@ -80,10 +110,10 @@ static void merge_tile(const work *self, const uint8_t *source, uint64_t row, ui
     for (uint64_t r = 0; r < rows; r++)
         move(&self->plan->conversion, source + r * source_line, tile + r * TILE_LINE, end - column);
     for (uint64_t i = 0; i < merge->count; i++) {
-        sl_update update = merge->updates[i];
-        update.left += row * update.rank;
-        update.right += panel * update.rank * SL_MERGE_PANEL;
-        self->add(self->tile, TILE_LINE, (size_t)rows, (size_t)panels, &update);
+        if (merge->updates[i].times != 0)
+            add_times(self, &merge->updates[i++], row, rows, panel, panels);
+        else
+            add_update(self, merge->updates[i], self->tile, row, rows, panel, panels);
     }
     for (uint64_t r = 0; r < rows; r++)
         move(&self->narrowing, tile + r * TILE_LINE, target + r * target_line, end - column);
@@ -121,7 +151,9 @@ static int32_t run_merge(const sl_job *job, const sl_plan *plan, uint64_t chunk,
                  .from = sl_dtype_get(job->from),
                  .to = sl_dtype_get(job->to),
                  .add = sl_tier_merge(plan->tier),
-                 .tile = scratch + plan->scratch - TILE_ROWS * TILE_LINE};
+                 .tile = scratch + plan->scratch - TILES * TILE_ROWS * TILE_LINE};
+    self.first = self.tile + TILE_ROWS * TILE_LINE;
+    self.second = self.first + TILE_ROWS * TILE_LINE;
     if (job->to != SL_F32) (void)sl_conversion_find(plan->tier, SL_F32, job->to, &self.narrowing);
     memset(self.tile, 0, TILE_ROWS * TILE_LINE); /* lanes outside of the matrix are computed, too */
     return sl_each_piece(job, plan, chunk, scratch, merge_piece, &self, error);

@@ -1,15 +1,15 @@
 """Merge adapters into base tensors, tile by tile: W + s * (B @ A) in float32, rounded once.
 
-The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into float64, and DoRA, which needs norms.
+The C core merges as it reads the base (`lib.SL_OP_MERGE`). NumPy merges into float64, DoRA, which needs norms, and the
+kinds of adapters whose changes are no products of two factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +29,11 @@ from ..core.source import Source, in_file
 from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
-from . import adapter as lora
-from .adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads
+from . import kinds
+from .adapter import CONFIG, Adapter, listed, opened
+from .base import AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, modules_by_tensor
 from .diffusion import Assembled
+from .kinds import Place, Step
 
 # Elements of a tile. The tile's height depends on the tensor's shape alone, which makes sums reproducible.
 _TILE = 1 << 22
@@ -39,6 +41,8 @@ _TILE = 1 << 22
 _BLOCK = 128
 # Elements of a product B A. Its buffer is reused and should stay in the cache.
 _PRODUCT = 1 << 20
+# Elements that other kinds of adapters change at a time, with buffers of as many.
+_CHANGED = 1 << 17
 # Limit on problems with a list of similar names: comparing thousands of names takes milliseconds.
 _MAX_COMPARED = 3
 # Name endings of the weights a head may be tied to.
@@ -98,6 +102,7 @@ class Change(NamedTuple):
     matrices: int = 1  # number of matrices in the stack
     part: tuple[int, slice] | None = None  # matrix number and rows, if the tensor holds part of a stack
     divided: Divided | None = None  # the rows of the tensor to change, if not all
+    step: Callable[[Mapping[str, Array]], Step] | None = None  # of the tensors of another kind than LoRA
 
 
 class Merge:
@@ -127,7 +132,7 @@ class Merge:
             if problems is None:
                 raise
             problems.append(error)
-        self.fits = [lora.fitted(adapter, base) for adapter in adapters] if fits is None else fits
+        self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
         for adapter, fit, own in zip(adapters, self.fits, modules, strict=True):
             for module, parts in own.items():
                 try:
@@ -152,9 +157,7 @@ class Merge:
         if left and not modules:
             text = f"of the adapter belongs to a part of a pipeline that {title} does not have, as do all its others"
             if known is None:
-                text = (
-                    f"belongs to a LoRA adapter of {adapter.writer}, which needs a diffusion model, and {title} has no "
-                )
+                text = f"belongs to an adapter of {adapter.writer}, which needs a diffusion model, and {title} has no "
                 text += "names of one that safeload knows (sd1, sdxl, sd3, flux, wan)"
             raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=first)
         if left:
@@ -165,32 +168,36 @@ class Merge:
     def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
         """Return modules: a tensor or rows that replace one of two tied tensors replace both."""
         modules: dict[str, Mapping[str, str]] = {**adapter.modules}
-        own = lora.modules_by_tensor(adapter, self.base.find) if tied else {}
+        own = modules_by_tensor(adapter, self.base.find) if tied else {}
         for name, other in tied:
             for module in own.get(name, ()) if other not in own and other in self.base.names else ():
-                if lora.VALUE in modules[module] and not adapter.is_copy(module):
+                if kinds.VALUE in modules[module] and not adapter.is_copy(module):
                     modules[other] = modules[module]
-                elif lora.TOKENS in modules[module]:
-                    modules[other.removesuffix(".weight")] = {lora.TOKENS: modules[module][lora.TOKENS]}
+                elif kinds.TOKENS in modules[module]:
+                    modules[other.removesuffix(".weight")] = {kinds.TOKENS: modules[module][kinds.TOKENS]}
         return modules
 
     def _fit(self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str]) -> None:
         """Add the changes of a module."""
-        if module in fit.unclear and lora.VALUE not in parts:
+        if module in fit.unclear and kinds.VALUE not in parts:
             raise UnsupportedError(fit.unclear[module], path=adapter.checkpoint.path, tensor=next(iter(parts.values())))
         base, targets = self.base, {fit.parameters.get(module, f"{module}.weight"): dict(parts)}
-        if lora.VALUE in parts:
-            targets = {module: {lora.VALUE: parts[lora.VALUE]}}
-        elif lora.BIAS in parts and module not in fit.parameters:
-            weight = {role: name for role, name in parts.items() if role != lora.BIAS}
-            bias = {lora.BIAS: parts[lora.BIAS], lora.A: parts[lora.A]}
+        if kinds.VALUE in parts:
+            targets = {module: {kinds.VALUE: parts[kinds.VALUE]}}
+        elif kinds.BIAS in parts and module not in fit.parameters:
+            weight = {role: name for role, name in parts.items() if role != kinds.BIAS}
+            bias = {kinds.BIAS: parts[kinds.BIAS], kinds.A: parts[kinds.A]}
             targets = {f"{module}.weight": weight, f"{module}.bias": bias}
+        elif "ia3_l" in parts and not kinds.feeds_forward(adapter.shape(parts["ia3_l"]), module, adapter.settings):
+            bias_name = f"{module}.bias"  # a part of the outputs
+            if base.find(bias_name) is not None or bias_name in base.unmapped:
+                targets[bias_name] = dict(parts)
         for model_name, roles in targets.items():  # patterns match the names of the model
             place = base.find(model_name)
-            if lora.VALUE in roles and model_name in base.turned:
+            if kinds.VALUE in roles and model_name in base.turned:
                 text = f"of the adapter replaces {show(model_name)}, which {base.title} stores transposed"
-                raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=roles[lora.VALUE])
-            if isinstance(place, Apart) and (module in fit.parameters or (not place.experts and lora.A in roles)):
+                raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=roles[kinds.VALUE])
+            if isinstance(place, Apart) and (module in fit.parameters or (not place.experts and kinds.changing(roles))):
                 change = None
                 # The other tensors belong to another piece.
                 for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
@@ -228,7 +235,7 @@ class Merge:
             elif isinstance(place, str) and (place in base.names or place in base.grown):
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
-            elif not base.is_part and not (place in self.heads.pairs and roles.keys() & {lora.VALUE, lora.TOKENS}):
+            elif not base.is_part and not (place in self.heads.pairs and roles.keys() & {kinds.VALUE, kinds.TOKENS}):
                 raise self._missing(adapter, model_name, next(iter(roles.values())))
 
     def _change(
@@ -236,7 +243,7 @@ class Merge:
     ) -> Change:
         """Return the change of a base tensor by a module of an adapter; refuse shapes that do not fit."""
         shape, mlx, path = target.shape, adapter.mlx, adapter.checkpoint.path
-        shapes = {part: adapter.shape(name) for part, name in parts.items()}
+        shapes = adapter.shapes(parts)
 
         def refused(part: str, text: str) -> UnsupportedError:
             return error_about(UnsupportedError, f"of the adapter {text}", path=path, tensor=parts[part])
@@ -250,34 +257,51 @@ class Merge:
         for part, dtype in ((part, adapter.checkpoint.tensors[name].dtype) for part, name in parts.items()):
             if not dtypes.parse(dtype).floating:
                 raise refused(part, f"is {dtype}: it must be floating")
-        if lora.VALUE in parts:
-            need(shapes[lora.VALUE] == shape, lora.VALUE, "an equal shape, because it replaces the base tensor")
+        if kinds.VALUE in parts:
+            need(shapes[kinds.VALUE] == shape, kinds.VALUE, "an equal shape, because it replaces the base tensor")
             if adapter.weight != 1:
                 text = f"replaces {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
-                raise refused(lora.VALUE, text)
+                raise refused(kinds.VALUE, text)
             return Change(adapter, parts)
-        if lora.TOKENS in parts:
-            tokens = adapter.tokens[parts[lora.TOKENS]]
-            need(len(shape) == 2, lora.TOKENS, "a base of two axes")
+        if kinds.TOKENS in parts:
+            tokens = adapter.tokens[parts[kinds.TOKENS]]
+            need(len(shape) == 2, kinds.TOKENS, "a base of two axes")
             need(
-                shapes[lora.TOKENS] == (len(tokens), shape[1]),
-                lora.TOKENS,
-                f"{len(tokens)} rows, those of {lora.CONFIG}",
+                shapes[kinds.TOKENS] == (len(tokens), shape[1]),
+                kinds.TOKENS,
+                f"{len(tokens)} rows, those of {CONFIG}",
             )
             if adapter.weight != 1 or max(tokens, default=0) >= shape[0]:
                 text = f"replaces rows of {show(target.name)}: the weight of its adapter must be 1"
                 if adapter.weight == 1:
                     text = f"has token {max(tokens)}, but {show(target.name)} of {self.base.title} has {shape[0]} rows"
-                raise refused(lora.TOKENS, text)
+                raise refused(kinds.TOKENS, text)
             return Change(adapter, parts)
         parameter = module in fit.parameters and not mlx
-        if parameter and (adapter.dora or lora.BIAS in parts):
+        if parameter and (adapter.dora or kinds.BIAS in parts):
             text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
-            raise refused(lora.A, text)
-        if lora.BIAS in parts:
-            need(shapes[lora.BIAS] == shape, lora.BIAS, "an equal shape, because it is added to the base tensor")
-            return Change(adapter, parts, adapter.scaling(module, sum(shapes[lora.A][:1]), parts[lora.A]))
-        a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
+            raise refused(kinds.A, text)
+        if kinds.SCALE in parts:
+            (rows, inner), scale = [*shape, 0, 0][:2], shapes[kinds.SCALE]
+            by_rows = math.prod(scale) == rows == [*scale, 0][0]
+            by_inner = math.prod(scale) == inner and scale[:1] == (1,)
+            need(by_rows or by_inner, kinds.SCALE, f"norms of rows, [{rows}, 1], or of columns, [1, {inner}]")
+        kind = kinds.kind_of(parts)
+        if kind is not None and kind.needs is not None and kind.step is not None:
+            role = min(kinds.changing(parts))
+            need(len(shape) > 1 or target.name == f"{module}.bias", role, "a base of two axes or more")
+            if not kind.scales and adapter.weight != 1:
+                text = f"multiplies {show(target.name)}: the weight of its adapter must be 1, not {adapter.weight:g}"
+                raise refused(role, text)
+            place = Place(shape, module in fit.transposed and len(shape) == 2, adapter.settings, module)
+            for part, expected in kind.needs(shapes, place).items():
+                need(shapes[part] == expected, part, str(list(expected)))
+            scaling = adapter.scaling(module, kinds.rank_of(shapes), parts[role])
+            return Change(adapter, parts, scaling, place.by_columns, step=partial(kind.step, place, scaling))
+        if kinds.BIAS in parts:
+            need(shapes[kinds.BIAS] == shape, kinds.BIAS, "an equal shape, because it is added to the base tensor")
+            return Change(adapter, parts, adapter.scaling(module, sum(shapes[kinds.A][:1]), parts[kinds.A]))
+        a, b = (kinds.EMBEDDING_A, kinds.EMBEDDING_B) if kinds.EMBEDDING_A in parts else (kinds.A, kinds.B)
         for part in (a, b):
             need(len(shapes[part]) > 1, part, "two axes")
         need(not parameter or len(shape) in (2, 3), a, "a base of two or three axes")
@@ -286,41 +310,47 @@ class Merge:
         count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
         total = shapes[a][1 if mlx else 0]
         divides = not parameter or (count > 0 and total % count == 0)
-        need(divides, lora.A, f"a multiple of {count} rows, equally many for each matrix")
+        need(divides, kinds.A, f"a multiple of {count} rows, equally many for each matrix")
         rank = total // count if parameter else total
-        by_columns = a == lora.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
+        by_columns = a == kinds.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
             by_columns = shapes[a] == (rows, rank) and not linear
-        elif lora.MAGNITUDE in parts and stacked:
-            raise refused(lora.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
+        elif kinds.MAGNITUDE in parts and stacked:
+            raise refused(kinds.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
         inner, outer = (rows, columns) if by_columns else (columns, rows)
         needed: tuple[tuple[int, ...], ...] = (total, inner), (outer, total)
         if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
             needed = ((count, rank, inner), (count, outer, rank)) if stacked else ((inner, rank), (rank, outer))
         elif len(shape) > 2 and not parameter:  # a convolution
-            needed = (rank, *shape[1:]), (outer, rank, *(1 for _ in shape[2:]))
+            ones = tuple(1 for _ in shape[2:])
+            needed = (rank, *shape[1:]), (outer, rank, *ones)
+            if "lora_mid" in parts:  # LyCORIS's Tucker decomposition
+                needed = (rank, shape[1], *ones), (outer, rank, *ones)
         for part, expected in zip((a, b), needed, strict=True):
             need(shapes[part] == expected, part, str(list(expected)))
-        if lora.MAGNITUDE in parts:
+        if "lora_mid" in parts:
+            core = (rank, rank, *shape[2:])
+            need(len(shape) > 2 and shapes["lora_mid"] == core, "lora_mid", f"{list(core)}, and a convolution")
+        if kinds.MAGNITUDE in parts:
             norms = columns if by_columns and not mlx else rows
-            need(math.prod(shapes[lora.MAGNITUDE]) == norms, lora.MAGNITUDE, f"{norms} norms")
+            need(math.prod(shapes[kinds.MAGNITUDE]) == norms, kinds.MAGNITUDE, f"{norms} norms")
         scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
         return Change(adapter, parts, scaling, by_columns, stacked, count)
 
     def _add(self, name: str, change: Change) -> None:
         changes = self.changes.setdefault(name, [])
-        if lora.VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
+        if kinds.VALUE in change.parts:  # replaces earlier changes; PEFT can write it after the factors of its module
             elsewhere = [earlier for earlier in changes if earlier.divided != change.divided]
             own = [earlier for earlier in changes if earlier.adapter is change.adapter and earlier not in elsewhere]
             # An adapter can have values under two names of a tensor: the first is taken.
-            changes[:] = [*elsewhere, *(own if own and lora.VALUE in own[0].parts else [change, *own])]
-        elif lora.TOKENS not in change.parts and any(lora.TOKENS in earlier.parts for earlier in changes):
+            changes[:] = [*elsewhere, *(own if own and kinds.VALUE in own[0].parts else [change, *own])]
+        elif kinds.TOKENS not in change.parts and any(kinds.TOKENS in earlier.parts for earlier in changes):
             raise UnsupportedError(f"{show(name)} is changed after some of its rows were replaced", tensor=name)
         elif any((earlier.divided is None) != (change.divided is None) for earlier in changes):
             text = f"{show(name)} is changed as a whole by one adapter and in parts by another"
             raise UnsupportedError(text, tensor=name)
-        elif any(lora.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
+        elif any(kinds.VALUE not in earlier.parts and earlier.stacked != change.stacked for earlier in changes):
             text = f"{show(name)} is a stack of matrices for one change and not for another"
             raise UnsupportedError(text, tensor=name)
         else:
@@ -367,56 +397,61 @@ class Merge:
         self, result: Array, target: AdapterTarget, changes: Sequence[Change], row: dtypes.Dtype, threads: int | None
     ) -> None:
         """Fill an array with a tensor, or with some of its rows, and its changes."""
-        if changes and lora.VALUE in changes[0].parts:  # the adapter's values are in place of the tensor's own
-            checkpoint, stored = changes[0].adapter.checkpoint, changes[0].parts[lora.VALUE]
+        if changes and kinds.VALUE in changes[0].parts:  # the adapter's values are in place of the tensor's own
+            checkpoint, stored = changes[0].adapter.checkpoint, changes[0].parts[kinds.VALUE]
             ((_, file, index),) = tensors_of(checkpoint, [stored])
             source = in_rows(in_file(checkpoint, stored, file, index), target.work)
             read = checkpoint.get_slice(stored, dtype=target.work.name).__getitem__
             target, changes = target._replace(read=read, together=False, source=source), changes[1:]
-        tokens = [change for change in changes if lora.TOKENS in change.parts]
-        changes = [change for change in changes if lora.TOKENS not in change.parts]
+        tokens = [change for change in changes if kinds.TOKENS in change.parts]
+        changes = [change for change in changes if kinds.TOKENS not in change.parts]
         stacked = any(change.stacked for change in changes)
-        factors = [self._factors_of(change, target.work.name) for change in changes]
+        makers = [self._steps_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
         in_core = narrows and target.work == np.float32
         parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
         for k, (matrix, part) in enumerate(zip(_matrices(target) if stacked else (target,), parts, strict=True)):
-            steps: list[_Step] = []
-            for change, (left, right) in zip(changes, factors, strict=True):
-                number, rows = change.part or (k, slice(None))
-                step = _Step(left[number, rows], right[number], change.scaling)
-                steps.append(_with_norms(step, change, matrix, steps) if lora.MAGNITUDE in change.parts else step)
-            if in_core and all(step.norms is step.columns is None for step in steps):
+            steps: list[Step] = []
+            for change, maker in zip(changes, makers, strict=True):
+                number, rows = change.part or (k, slice(0, None))
+                step = maker(number)._replace(first=rows.start)
+                dora = change.parts.keys() & {kinds.MAGNITUDE, kinds.SCALE}
+                steps.append(_with_norms(step, change, matrix, steps) if dora else step)
+            if in_core and all(step.change is None and step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
             else:
                 for begin, tile in _changed_tiles(matrix, steps):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
-        for adapter, name in ((change.adapter, change.parts[lora.TOKENS]) for change in tokens):
+        for adapter, name in ((change.adapter, change.parts[kinds.TOKENS]) for change in tokens):
             rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
             result[[*adapter.tokens[name]]] = astype(rows, result.dtype)
 
-    def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
-        """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
+    def _steps_of(self, change: Change, dtype: str) -> Callable[[int], Step]:
+        """Return the step of each matrix of a change; the factors of a stack stay in memory for its other parts."""
         parts, checkpoint = change.parts, change.adapter.checkpoint
-        if lora.BIAS in parts:
-            bias = checkpoint.load([parts[lora.BIAS]], dtype=dtype, backend="pread")[parts[lora.BIAS]]
-            return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
-        a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
+
+        def load(*roles: str) -> dict[str, Array]:
+            arrays = checkpoint.load([parts[role] for role in roles], dtype=dtype, backend="pread")
+            return {role: arrays[parts[role]] for role in roles}
+
+        if change.step is not None:
+            with np.errstate(all="ignore"):
+                step = change.step(load(*kinds.changing(parts)))
+            return lambda number: step
+        if kinds.BIAS in parts:
+            bias = load(kinds.BIAS)[kinds.BIAS].reshape(-1, 1)
+            return lambda number: Step(((bias, np.ones((1, 1), dtype)),), change.scaling)
+        a, b = (kinds.EMBEDDING_A, kinds.EMBEDDING_B) if kinds.EMBEDDING_A in parts else (kinds.A, kinds.B)
         read = _factors if change.part is None else self._cached_factors
-        return read(change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns)
+        left, right = read(
+            change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns
+        )
+        if "lora_mid" in parts:
+            right = kinds.with_core(load("lora_mid")["lora_mid"], right[0])[None]
+        return lambda number: Step(((left[number], right[number]),), change.scaling)
 
 
 # ---- values ----
-
-
-class _Step(NamedTuple):
-    """A change of a matrix: rows a to b get scaling * (left[a:b] @ right), and are then rescaled."""
-
-    left: Array  # [rows, r]
-    right: Array  # [r, columns]
-    scaling: float
-    norms: Array | None = None  # new norms of the rows
-    columns: Array | None = None  # factors of the columns
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -424,17 +459,28 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0] if shape else 1, math.prod(shape[1:])
 
 
-def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
+def _with_norms(step: Step, change: Change, target: AdapterTarget, earlier: Sequence[Step]) -> Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[lora.MAGNITUDE]
-    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
-    if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
-        return step._replace(norms=magnitude if change.part is None else magnitude[change.part[1]])
-    squares = np.zeros(step.right.shape[1])
+    checkpoint, role = change.adapter.checkpoint, kinds.SCALE if kinds.SCALE in change.parts else kinds.MAGNITUDE
+    name = change.parts[role]
+    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
+    by_columns = change.by_columns and not change.adapter.mlx  # MLX has a norm for each row of an embedding
+    if role == kinds.SCALE:
+        by_columns = magnitude.shape[:1] == (1,) != target.shape[:1]
+    magnitude = magnitude.reshape(-1).astype(np.float64)
+    tiny = float(np.finfo(target.work).eps) if role == kinds.SCALE else 0.0
+    if not by_columns:
+        return step._replace(norms=magnitude, tiny=tiny)
+    if change.part is not None:
+        text = f"of the adapter has norms of columns, but {show(target.name)} has only a part of their rows"
+        raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+    squares = np.zeros(_flat(target.shape)[1])
     for _, tile in _changed_tiles(target, [*earlier, step]):
         squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
     with np.errstate(all="ignore"):
-        return step._replace(columns=(magnitude / np.sqrt(squares)).astype(target.work))
+        norms = np.sqrt(squares.reshape(len(magnitude), -1).sum(axis=1)) + tiny
+        factors = np.repeat(magnitude / norms, len(squares) // max(1, len(magnitude)))
+        return step._replace(columns=factors.astype(target.work))
 
 
 def _rows_of(target: AdapterTarget, rows: slice) -> AdapterTarget:
@@ -472,53 +518,75 @@ def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
         yield matrix._replace(read=partial(read, k))
 
 
-def _tiles(target: AdapterTarget) -> Iterator[tuple[int, Array]]:
-    """Yield the tiles [rows, columns] of a tensor with their first rows."""
+def _tiles(target: AdapterTarget, size: int = _TILE) -> Iterator[tuple[int, Array]]:
+    """Yield the tiles [rows, columns] of a tensor with their first rows; a tile may replace the one before."""
     rows, columns = _flat(target.shape)
-    height = rows if target.together else max(1, _TILE // max(1, columns))
+    jobs = target.source is not None and len(target.shape) > 1
+    height = rows if target.together and not jobs else min(rows, max(1, size // max(1, columns)))
     if _BLOCK < height < rows:
         height -= height % _BLOCK
+    # New memory for each tile would take as long as reading it.
+    buffer = np.empty((height, columns) if jobs else 0, target.work)
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
+        if jobs:
+            _merge_in_core(_rows_of(target, slice(begin, end)), [], buffer[: end - begin], _F32, None)
+            yield begin, buffer[: end - begin]
+            continue
         yield begin, target.read(slice(begin, end) if target.shape else ...).reshape(end - begin, columns)
 
 
-def _changed_tiles(target: AdapterTarget, steps: Sequence[_Step]) -> Iterator[tuple[int, Array]]:
+def _changed_tiles(target: AdapterTarget, steps: Sequence[Step]) -> Iterator[tuple[int, Array]]:
     """Like `_tiles`, with changes added by NumPy, as many rows at a time as its buffer has."""
     rows, columns = _flat(target.shape)
-    height = min(rows, max(1, _PRODUCT // max(1, columns)))
+    changes = any(step.change is not None for step in steps)
+    height = min(rows, max(1, (_CHANGED if changes else _PRODUCT) // max(1, columns)))
     buffer = np.empty((height, columns), target.work)
-    for begin, tile in _tiles(target):
+    for begin, tile in _tiles(target, _PRODUCT if changes else _TILE):
         end = begin + len(tile)
-        for step, first in product(steps, range(begin, end, height)):
+        for first in range(begin, end, height):
             last = min(end, first + height)
             part = tile[first - begin : last - begin]
-            with np.errstate(all="ignore"):
-                change = np.matmul(step.left[first:last], step.right, out=buffer[: len(part)])
-                change *= step.scaling
-                part += change
-                if step.columns is not None:
-                    part *= step.columns
-                if step.norms is not None:
-                    norms = np.sqrt(np.einsum("ij,ij->i", part, part, dtype=np.float64))
-                    part *= (step.norms[first:last] / norms).astype(part.dtype)[:, None]
+            for step in steps:
+                with np.errstate(all="ignore"):
+                    _apply(step, part, first + step.first, buffer[: len(part)])
         yield begin, tile
 
 
+def _apply(step: Step, rows: Array, first: int, buffer: Array) -> None:
+    """Change rows of a matrix; ``first`` is the number of the first."""
+    last = first + len(rows)
+    if step.change is not None:
+        step.change(rows, first)
+    if step.products:
+        np.matmul(step.products[0][0][first:last], step.products[0][1], out=buffer)
+        buffer *= step.scaling
+        for left, right in step.products[1:]:
+            buffer *= left[first:last] @ right
+        rows += buffer
+    if step.columns is not None:
+        rows *= step.columns
+    if step.norms is not None:
+        norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64)) + step.tiny
+        rows *= (step.norms[first:last] / norms).astype(rows.dtype)[:, None]
+
+
 def _merge_in_core(
-    target: AdapterTarget, steps: Sequence[_Step], out: Array, row: dtypes.Dtype, threads: int | None
+    target: AdapterTarget, steps: Sequence[Step], out: Array, row: dtypes.Dtype, threads: int | None
 ) -> None:
     """Fill rows of the result with a matrix and its changes."""
     columns = out.shape[1]
     if not out.size:
         return
-    assert all(len(step.left) == len(out) and step.right.shape[1] == columns for step in steps)
+    updates: list[Update] = []
     with np.errstate(over="ignore"):  # a scaling beyond float32 gives infinity
-        updates = [
-            Update(step.left, panels_of(step.right), float(np.float32(step.scaling)))
-            for step in steps
-            if step.left.shape[1]  # MLX's rank can be 0
-        ]
+        for step in steps:
+            for number, (factor, right) in enumerate(step.products, 1):
+                left, scaling = factor[step.first :][: len(out)], float(np.float32(step.scaling))
+                assert (len(left), right.shape[1]) == out.shape
+                if left.shape[1]:  # MLX's rank can be 0
+                    times = number < len(step.products)
+                    updates.append(Update(left, panels_of(right), scaling if number == 1 else 1.0, times))
     job = Job(None, 0, 0, 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=Origin(target.name, target.shape))
     source = target.source
     for begin, values in _tiles(target) if source is None else [(0, out)]:
@@ -558,8 +626,8 @@ def merging(
 ) -> Iterator[tuple[Checkpoint, Merge | None]]:
     """Open adapters, and fit these to a base."""
     with ExitStack() as stack:
-        if weighted := lora.listed(adapters):
-            base, merge = fit(checkpoint, lora.opened(stack, weighted, storage_options))
+        if weighted := listed(adapters):
+            base, merge = fit(checkpoint, opened(stack, weighted, storage_options))
             warn_of_config(merge, checkpoint.config)
             yield base, merge
         else:
@@ -570,7 +638,7 @@ def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
-    heads = lora.heads_of(adapters, checkpoint.config, checkpoint)
+    heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint
     base = Base(
@@ -583,7 +651,7 @@ def fit(
     )
     merge = Merge(base, adapters, heads, problems=problems)
     brought = {name: merge.changes[name][0] for name in merge.base.grown if merge.changes.get(name)}
-    places = {name: (change.adapter.checkpoint, change.parts[lora.VALUE]) for name, change in brought.items()}
+    places = {name: (change.adapter.checkpoint, change.parts[kinds.VALUE]) for name, change in brought.items()}
     return with_aliases(view, {}, places) if places else view, merge
 
 

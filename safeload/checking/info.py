@@ -74,13 +74,15 @@ class AdapterFitting(NamedTuple):
 
 @exported()
 class AdapterSummary(NamedTuple):
-    """A LoRA adapter, summarized: ``adapter`` of `Info`.
+    """An adapter, summarized: ``adapter`` of `Info`.
 
     Attributes:
-        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
-        writer: "PEFT", "MLX", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers" or "XLabs".
-        ranks: ranks of its modules, ascending.
-        alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
+        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA", or another kind: "AdaLoRA", "VeRA", "LoHa", "LoKr",
+            "IA3", "OFT", "BOFT".
+        writer: "PEFT", "MLX", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers", "XLabs" or
+            "LyCORIS".
+        ranks: ranks of its modules, ascending; empty for IA3, OFT and BOFT.
+        alphas: alphas of its modules, ascending; the scale factors of an MLX adapter. Kinds without alphas: empty.
         modules: number of modules by the last part of their names, most frequent first.
         embeddings: names of embeddings that it changes.
         parameters: name suffixes of changed tensors other than layer weights.
@@ -421,25 +423,27 @@ def _adapter(path: str, opened: Checkpoint, base: Paths | None, storage_options:
 
 
 def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
-    from ..adapters import adapter as parts  # imported here: few files are adapters
+    from ..adapters import adapter as files  # imported here: few files are adapters
+    from ..adapters import kinds as parts
+    from ..adapters.base import outermost
 
-    adapter = parts.adapter_of(opened)
+    adapter = files.adapter_of(opened)
     modules = adapter.modules
-    factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
-    names = [parts.outermost(name) for name in factors]
+    factors = {name: module for name, module in modules.items() if parts.changing(module)}
+    names = [outermost(name) for name in factors]
     kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
     ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
-    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names}
+    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names if adapter.mlx or adapter.kind.alpha_key}
     if adapter.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
     method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
     return AdapterSummary(
-        " and ".join(method) or "LoRA",
+        " and ".join(method) or adapter.kind.title,
         adapter.writer,
         sorted(filter(None, ranks)),
         sorted(alphas),
         dict(kinds),
-        [name for name, module in factors.items() if parts.EMBEDDING_A in module],
+        [name for name, module in factors.items() if module.keys() & parts.EMBEDDING_ROLES],
         list(adapter.parameters),
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
@@ -486,9 +490,11 @@ def _adapter_lines(found: Found, rows: int | None, rest: Callable[[int, str], st
         return [found or ""]
     rank, alpha = ("rank", "scale") if found.writer == "MLX" else ("r", "alpha")
     kinds = [f"{count:,} {name}" for name, count in found.modules.items()]
+    spans = ((rank, found.ranks), (alpha, found.alphas))
+    scales = [f"{name} {_span(values)}" for name, values in spans if values]
     lines = [
-        f"{found.method}: {rank} {_span(found.ranks)}, {alpha} {_span(found.alphas)}" if found.ranks else "",
-        f"changes {plural(sum(found.modules.values()), 'module')}: {listed(kinds, _MODULES)}" if found.ranks else "",
+        f"{found.method}: {', '.join(scales)}" if scales else "",
+        f"changes {plural(sum(found.modules.values()), 'module')}: {listed(kinds, _MODULES)}" if kinds else "",
         f"parameters: {listed(found.parameters, _NAMES)}" if found.parameters else "",
         f"embeddings: {listed(found.embeddings, _NAMES)}" if found.embeddings else "",
         f"adds to {found.biases:,} bias{'es' if found.biases > 1 else ''}" if found.biases else "",

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, AdapterTarget, Apart, Base, Fit, Heads, heads_of, listed, opened
+from ..adapters.adapter import Adapter, listed, opened
+from ..adapters.base import AdapterTarget, Apart, Base, Fit, Heads, heads_of
 from ..adapters.diffusion import Assembled
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
 from ..core import dtypes, jobs, packing

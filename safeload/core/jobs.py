@@ -62,6 +62,7 @@ class Update(NamedTuple):
     left: Array  # f32 [rows, rank]
     panels: Array  # f32; see `panels_of`
     scaling: float
+    times: bool = False  # its elements are multiplied by those of the next update's product
 
 
 class Updates(NamedTuple):
@@ -73,7 +74,10 @@ class Updates(NamedTuple):
     def prepare(self) -> dict[str, Any]:
         """Return the fields of an ``sl_merge``."""
         floats = partial(ffi.from_buffer, "float[]")
-        rows = [(left.shape[1], floats(left), floats(panels), scaling) for left, panels, scaling in self.updates]
+        rows = [
+            (left.shape[1], floats(left), floats(panels), scaling, times)
+            for left, panels, scaling, times in self.updates
+        ]
         table = np.frombuffer(ffi.buffer(ffi.new("sl_update[]", rows)), np.uint8) if rows else None
         return {"columns": self.columns, "count": len(rows), "updates": table}
 

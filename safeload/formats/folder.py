@@ -638,7 +638,8 @@ def read_config(path: str, files: Files) -> dict[str, Any] | None:
 # Files that identify a diffusers pipeline and an adapter.
 _PIPELINE, _ADAPTER = "model_index.json", "adapter_config.json"
 # Spelling of adapter types; PEFT stores capitals, MLX none.
-_SPELLING = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "lora": "LoRA", "dora": "DoRA"}
+_SPELLING = {"LORA": "LoRA", "lora": "LoRA", "dora": "DoRA"}
+_SPELLING |= {"ADALORA": "AdaLoRA", "VERA": "VeRA", "LOHA": "LoHa", "LOKR": "LoKr"}
 
 # Names of weight files.
 _SUFFIXES = {*registry.WEIGHT_SUFFIXES, DCP_SUFFIX}
@@ -730,7 +731,8 @@ def _adapter(config: str, files: Files) -> str:
     if kind is None and isinstance(trained, Mapping):
         kind, rank = settings.get("fine_tune_type", "lora"), trained.get("rank")
         base, writer = settings.get("model"), "MLX"
-    kind = f"a {_shown(_SPELLING.get(kind, kind))}" if isinstance(kind, str) else "an"
+    article = "an" if kind in ("ADALORA", "IA3", "OFT") else "a"
+    kind = f"{article} {_shown(_SPELLING.get(kind, kind))}" if isinstance(kind, str) else "an"
     name = f"{kind} adapter ({writer}"
     name += f", r {rank})" if isinstance(rank, int) and 0 < rank < 1 << 20 else ")"
     return f"{name} of {_shown(base)}" if isinstance(base, str) and base else name

@@ -47,6 +47,13 @@ def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
 _KINDS = tuple(
     (re.compile(pattern, re.ASCII), kind)
     for pattern, kind in (
+        (r"^base_model\.model\..*\.hada_(?:w[12]|t[12])", "a LoHa adapter (PEFT)"),
+        (r"^base_model\.model\..*\.lokr_(?:w[12]|t2)", "a LoKr adapter (PEFT)"),
+        (r"^base_model\.model\..*\.ia3_l", "an IA3 adapter (PEFT)"),
+        (r"^base_model\.(?:model\..*\.vera_lambda_|vera_[AB])", "a VeRA adapter (PEFT)"),
+        (r"^base_model\.model\..*\.boft_[Rs]", "a BOFT adapter (PEFT)"),
+        (r"^base_model\.model\..*\.oft_(?:R|embedding_R|r|s)(?:\.|$)", "an OFT adapter (PEFT)"),
+        (r"^base_model\.model\..*\.lora_E(?:\.|$)", "an AdaLoRA adapter (PEFT)"),
         (r"(?:^|[._])hada_(?:w[12]|t[12])", "a LoHa adapter (LyCORIS)"),
         (r"(?:^|[._])lokr_(?:w[12]|t2)", "a LoKr adapter (LyCORIS)"),
         (r"(?:^|[._])ia3_l|\.on_input$", "an IA3 adapter"),
@@ -72,10 +79,13 @@ _KINDS = tuple(
         (r"\.trainable_tokens_delta(?:\.|$)", "an adapter with trained token embeddings"),
     )
 )  # fmt: skip
+_OF_PEFT = ("a LoRA", "an AdaLoRA", "a VeRA", "a LoHa", "a LoKr", "an IA3", "an OFT", "a BOFT")
 _MERGED = (
-    "a LoRA adapter (PEFT",
+    *(f"{kind} adapter (PEFT" for kind in _OF_PEFT),
     "a LoRA adapter (MLX",
     "an adapter with trained token",
+    "a LoHa adapter (LyCORIS)",
+    "a LoKr adapter (LyCORIS)",
     "a LoRA adapter of kohya",
     "a LoRA adapter of ComfyUI",
     "a LoRA adapter of XLabs",

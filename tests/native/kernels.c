@@ -824,8 +824,9 @@ static void check_merge(int32_t from, int32_t to, const float *left, const float
     for (size_t k = 0; k < sizeof COLUMNS / sizeof COLUMNS[0]; k++) {
         size_t columns = COLUMNS[k], count = MERGE_ROWS * columns;
         if (columns % (size_t)sl_dtype_get(from)->block != 0) continue;
-        const sl_update updates[] = {{MERGE_RANK, left, right, 0.75f}, {1, left + 1, right + 32, 0x1.8p-9f}};
-        const sl_merge merge = {columns, 2, updates};
+        const sl_update updates[] = {
+            {MERGE_RANK, left, right, 0.75f, 0}, {1, left + 1, right + 32, 0x1.8p-9f, 1}, {1, left, right, 0.5f, 0}};
+        const sl_merge merge = {columns, 3, updates};
         if (from == SL_F32)
             memcpy(source, values, 4 * count);
         else

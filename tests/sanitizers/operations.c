@@ -182,11 +182,12 @@ static void refuse_merge(int32_t from, int32_t to, sl_merge merge, uint64_t less
 }
 
 static void refuse_merges(void) {
-    const sl_update rankless = {0, left, right, 1.0f}, leftless = {1, NULL, right, 1.0f};
-    const sl_update rightless = {1, left, NULL, 1.0f};
+    const sl_update rankless = {0, left, right, 1.0f, 0}, leftless = {1, NULL, right, 1.0f, 0};
+    const sl_update rightless = {1, left, NULL, 1.0f, 0}, alone = {1, left, right, 1.0f, 1};
     const sl_update *const lacking[] = {&rankless, &leftless, &rightless};
     for (size_t k = 0; k < sizeof lacking / sizeof *lacking; k++)
         refuse_merge(SL_F32, SL_F32, (sl_merge){COLUMNS, 1, lacking[k]}, 0, "lacks a factor");
+    refuse_merge(SL_F32, SL_F32, (sl_merge){COLUMNS, 1, &alone}, 0, "no product to multiply");
     refuse_merge(SL_F32, SL_F32, (sl_merge){0, 2, updates}, 0, "rows of 0 columns");
     refuse_merge(SL_F32, SL_F32, (sl_merge){UINT64_MAX, 2, updates}, 0, "not whole blocks");
     refuse_merge(SL_F32, SL_F32, (sl_merge){UINT64_MAX / 8, 2, updates}, 0, "not whole rows");
@@ -301,8 +302,8 @@ int main(void) {
     CHECK(left != NULL && right != NULL);
     for (size_t i = 0; i < ROWS * RANK; i++) left[i] = 0.5f - (float)(i % 5);
     for (size_t i = 0; i < PANELS * RANK * SL_MERGE_PANEL; i++) right[i] = 0.125f * (float)(i % 3);
-    updates[0] = (sl_update){RANK, left, right, 0.5f};
-    updates[1] = (sl_update){1, left, right, -1.0f};
+    updates[0] = (sl_update){RANK, left, right, 0.5f, 1};
+    updates[1] = (sl_update){1, left, right, -1.0f, 0};
     add(&content, source, ROOM);
     write_file(content, source_path);
     write_file((bytes){NULL, 0, 0}, target_path);

@@ -103,7 +103,7 @@ def test_hundreds_of_problems_are_listed_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"peft_type": "LOHA"}, "it cannot be merged: "),
+        ({"peft_type": "HRA"}, "it cannot be merged: "),
         ({"r": "many"}, "it cannot be merged: "),
         ({"alpha_pattern": {"(?=w)": 2}}, "it cannot be merged: "),
         ({"use_dora": True}, "has no magnitude, which contradicts 'use_dora'"),

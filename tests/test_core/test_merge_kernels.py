@@ -137,3 +137,41 @@ def test_only_floats_of_whole_bytes_result(to):
     job = jobs.Job(None, 0, 0, 0, lib.SL_F32, to, lib.SL_OP_MERGE, merge=jobs.Updates(1, []))
     with pytest.raises(SafeloadError, match="no merging"):
         jobs.Batch([job]).run()
+
+
+@TIERS
+@pytest.mark.parametrize("shape", [(9, 33), (40, 1100)])
+def test_two_products_are_multiplied(tier, shape, monkeypatch):
+    """Between other products, with equal bits on every tier."""
+    values = rng.standard_normal(shape, np.float32)
+    pairs = [factors(*shape, rank, scaling)[:2] for rank, scaling in ((2, 1), (3, 1), (4, 1), (1, 1))]
+    scalings, times = (0.5, 1.5, 1.0, -2.0), (False, True, False, False)
+    updates = [
+        jobs.Update(left, jobs.panels_of(right), scaling, last)
+        for (left, right), scaling, last in zip(pairs, scalings, times, strict=True)
+    ]
+
+    def run(number):
+        inside.tune(monkeypatch, tier=number)
+        out, row = np.empty(shape, np.float32), dtypes.row_of(values.dtype).number
+        place = None, values.ctypes.data, out.ctypes.data, values.nbytes, row, row, lib.SL_OP_MERGE
+        batch = jobs.Batch([jobs.Job(*place, merge=jobs.Updates(shape[1], updates))])
+        batch.results([out])
+        batch.run(threads=2)
+        return out
+
+    wide = [scaling * (left.astype(np.float64) @ right) for (left, right), scaling in zip(pairs, scalings, strict=True)]
+    np.testing.assert_allclose(run(tier), values + wide[0] + wide[1] * wide[2] + wide[3], rtol=0, atol=5e-5)
+    assert np.array_equal(run(tier), run(lib.SL_TIER_SCALAR))
+
+
+def test_a_product_without_a_second_is_refused():
+    left, right, _ = factors(4, 5, 2)
+    update = jobs.Update(left, jobs.panels_of(right), 1.0, True)
+    values, row = np.zeros((4, 5), np.float32), dtypes.row_of(np.dtype(np.float32)).number
+    place = None, values.ctypes.data, values.ctypes.data, values.nbytes, row, row, lib.SL_OP_MERGE
+    for updates in ([update], [update, update]):
+        batch = jobs.Batch([jobs.Job(*place, merge=jobs.Updates(5, updates))])
+        batch.results([values])
+        with pytest.raises(SafeloadError, match="no product to multiply"):
+            batch.run(threads=1)
