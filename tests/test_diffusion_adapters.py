@@ -173,6 +173,22 @@ def test_dora_of_the_parts_of_a_joined_weight(tmp_path):
     np.testing.assert_allclose(np.linalg.norm(np.concatenate(parts), axis=1), magnitude, rtol=1e-5)
 
 
+def test_loha_of_a_joined_weight_changes_its_parts(tmp_path):
+    rng = np.random.default_rng(5)
+    shapes = {"hada_w1_a": (24, 2), "hada_w1_b": (2, 8), "hada_w2_a": (24, 2), "hada_w2_b": (2, 8)}
+    parts = {role: rng.standard_normal(shape, np.float32) for role, shape in shapes.items()}
+    module = "lora_unet_double_blocks_0_img_attn_qkv"
+    adapter = saved(tmp_path, {f"{module}.{role}": value for role, value in parts.items()})
+    change = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
+    save_file(in_single(safeload.load(FLUX), "flux"), tmp_path / "single.safetensors")
+    base = safeload.load(tmp_path / "single.safetensors", dtype="float32")["double_blocks.0.img_attn.qkv.weight"]
+    apart = safeload.load(FLUX, adapters=adapter, dtype="float32")
+    merged = in_single(apart, "flux")["double_blocks.0.img_attn.qkv.weight"]
+    np.testing.assert_allclose(merged, base + change, rtol=1e-5, atol=1e-5)
+    whole = safeload.load(tmp_path / "single.safetensors", adapters=adapter, dtype="float32")
+    np.testing.assert_allclose(whole["double_blocks.0.img_attn.qkv.weight"], base + change, rtol=1e-5, atol=1e-5)
+
+
 REFUSED = {
     "LoHa": (
         {f"diffusion_model.{IMG}.hada_w1_a": np.ones((2, 2), np.float32)},

@@ -1,7 +1,7 @@
 """Makes tiny diffusion models in both layouts, LoRA adapters with the names of each tool, and what Diffusers merges.
 
-Needs torch, peft 0.21.2 and diffusers 0.42.1: ``python tests/data/lora_diffusion/make.py``. Weights and products are
-float64 inside Diffusers, so that a merged tensor is rounded once.
+Needs torch, peft 0.21.2, diffusers 0.42.1 and lycoris-lora 4.1.3: ``python tests/data/lora_diffusion/make.py``. Weights
+and products are float64 inside Diffusers, so that a merged tensor is rounded once.
 """
 
 import inspect
@@ -13,7 +13,8 @@ import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel, WanTransformer3DModel
 from diffusers.loaders import lora_conversion_utils as tools
 from diffusers.loaders import single_file_utils
-from safetensors.torch import save_file
+from lycoris import LycorisNetwork, create_lycoris
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
 WIDTH = 8  # of the transformers
@@ -48,7 +49,7 @@ def renamed(state, pairs):
 def joined(state, outer, parts, whole):
     """Move the parts of joined weights to the whole, layer by layer."""
     found = {}
-    for layer in {match[1] for name in state if (match := re.match(rf"{outer}\.(\d+)\.", name))}:
+    for layer in sorted({match[1] for name in state if (match := re.match(rf"{outer}\.(\d+)\.", name))}):
         for end in ("weight", "bias"):
             names = [f"{outer}.{layer}.{part}.{end}" for part in parts]
             if all(name in state for name in names):
@@ -382,12 +383,16 @@ def wan():
     save("wan", "kohya", musubi, merged(model, state, converted, "transformer"))
 
 
-def unet():
-    model = UNet2DConditionModel(
+def unet_model():
+    return UNet2DConditionModel(
         8, block_out_channels=(8, 8), layers_per_block=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=8, attention_head_dim=4,
         norm_num_groups=4,
     )  # fmt: skip
+
+
+def unet():
+    model = unet_model()
     state, _ = bases("unet", model, unet_single, None, "model.diffusion_model.")
     attention = chosen(state, r"attentions.*(to_[qkv]$|to_out|proj_in$|ff\.net)")
     layers = chosen(state, r"mid_block.*(to_[qkv]$|to_out|proj_in$|ff\.net)", "0.conv1$", "(down|up)samplers")
@@ -416,6 +421,37 @@ def unet():
     save("unet", "dora", dora, merged(model, state, dora, "unet"))
 
 
+def lycoris():
+    """Modules of LyCORIS, as its forward pass changes weights: for LoHa and LoKr its merge_to takes alpha / r twice."""
+    state = load_file(HERE / "unet_base.safetensors")
+    block = "mid_block.attentions.0.transformer_blocks.0"
+    targets = [f"{block}.attn1.to_q", f"{block}.ff.net.2", "mid_block.resnets.0.conv1"]
+    LycorisNetwork.apply_preset({"target_name": targets, "target_module": [], "enable_conv": True})
+    for tool, options in (
+        ("loha", {"algo": "loha", "use_tucker": True}),
+        ("lokr", {"algo": "lokr", "factor": 2}),
+        ("locon", {"algo": "locon", "use_tucker": True}),
+        ("locon_dora", {"algo": "locon", "dora_wd": True}),
+    ):
+        model = unet_model().double()
+        model.load_state_dict({name: value.double() for name, value in state.items()})
+        torch.manual_seed(3)
+        network = create_lycoris(model, 1.0, linear_dim=2, linear_alpha=1.0, conv_dim=2, conv_alpha=1.0, **options)
+        network.apply_to()
+        network.double()
+        for name, value in network.named_parameters():
+            value.data = (value + 0.2 if "dora_scale" in name else torch.randn_like(value) * 0.5).half().double()
+        adapter = {k: v.float() if k.endswith("alpha") else v.half() for k, v in network.state_dict().items()}
+        network.restore()
+        network.merge_to(1.0)
+        expected = {name: model.state_dict()[name] for name in (f"{target}.weight" for target in targets)}
+        for lora in network.loras if options["algo"] in ("loha", "lokr") else ():
+            target = next(each for each in targets if lora.lora_name == "lycoris_" + each.replace(".", "_"))
+            before = state[f"{target}.weight"].double()
+            expected[f"{target}.weight"] = before + lora.get_weight(before.shape).detach()
+        save("unet", tool, adapter, expected)
+
+
 if __name__ == "__main__":
-    for make in (flux, sd3, wan, unet):
+    for make in (flux, sd3, wan, unet, lycoris):
         make()
