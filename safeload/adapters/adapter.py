@@ -166,7 +166,7 @@ _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = [".base_layer.", ".token_adapter.", _SAVED]
-_NOT_LORA = ("lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+_NOT_LORA = re.compile(r"(?:^|[._])(?:lora_|ia3_|vera_|prompt_|b?oft_|ranknum)", re.ASCII)
 
 
 class Adapter:
@@ -301,7 +301,7 @@ class Adapter:
         match = pattern.search(rest)
         if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
             return rest[: match.start()], part
-        if any(part in rest for part in _NOT_LORA):
+        if _NOT_LORA.search(rest):
             named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
             text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import dtypes
-from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
+from ..core.arrays import Array, check_disjoint, check_fits, check_out_names, index_of
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..core.files import Access
@@ -355,14 +355,14 @@ class Merge:
                 for begin, tile in _changed_tiles(matrix, steps):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         for adapter, name in ((change.adapter, change.parts[lora.TOKENS]) for change in tokens):
-            rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
-            result[[*adapter.tokens[name]]] = astype(rows, result.dtype)
+            (trained,) = _values(adapter, [name], target.work.name)
+            result[[*adapter.tokens[name]]] = astype(trained, result.dtype)
 
     def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
         """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
-        parts, checkpoint = change.parts, change.adapter.checkpoint
+        parts = change.parts
         if lora.BIAS in parts:
-            bias = checkpoint.load([parts[lora.BIAS]], dtype=dtype, backend="pread")[parts[lora.BIAS]]
+            (bias,) = _values(change.adapter, [parts[lora.BIAS]], dtype)
             return bias.reshape(1, -1, 1), np.ones((1, 1, 1), dtype)
         a, b = (lora.EMBEDDING_A, lora.EMBEDDING_B) if lora.EMBEDDING_A in parts else (lora.A, lora.B)
         read = _factors if change.part is None else self._cached_factors
@@ -389,8 +389,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _with_norms(step: _Step, change: Change, target: AdapterTarget, earlier: Sequence[_Step]) -> _Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
-    checkpoint, name = change.adapter.checkpoint, change.parts[lora.MAGNITUDE]
-    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name].reshape(-1).astype(np.float64)
+    (magnitude,) = _values(change.adapter, [change.parts[lora.MAGNITUDE]], target.work.name)
+    magnitude = magnitude.reshape(-1).astype(np.float64)
     if not change.by_columns or change.adapter.mlx:  # MLX has a norm for each row of an embedding
         return step._replace(norms=magnitude)
     squares = np.zeros(step.right.shape[1])
@@ -497,12 +497,23 @@ def _merge_in_core(
         batch.run(threads=threads)
 
 
+def _values(adapter: Adapter, names: Sequence[str], dtype: str) -> list[Array]:
+    """Read tensors of an adapter, and warn of a NaN or an infinity."""
+    arrays = adapter.checkpoint.load(names, dtype=dtype, backend="pread")
+    for name, array in arrays.items():
+        finite = np.isfinite(array)
+        if not finite.all():
+            at, path = [*index_of(int(finite.argmin()), array.shape)], adapter.checkpoint.path
+            text = "%s: tensor %s of the adapter has a NaN or an infinity at %s, which reaches the merged weights"
+            warning(text, path, show(name), at)
+    return [arrays[name] for name in names]
+
+
 def _factors(
     adapter: Adapter, name_a: str, name_b: str, dtype: str, *, count: int, by_columns: bool
 ) -> tuple[Array, Array]:
     """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns]."""
-    arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
-    a, b = arrays[name_a], arrays[name_b]
+    a, b = _values(adapter, [name_a, name_b], dtype)
     if not adapter.mlx:  # rows of A matrix by matrix, columns of B rank by rank
         rank, columns = len(a) // count, math.prod(a.shape[1:])
         a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
