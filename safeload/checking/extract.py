@@ -40,7 +40,7 @@ from ..remote.url import is_url
 from .diff import reasons
 from .forms import in_memory
 
-WEIGHTS = "adapter_model.safetensors"  # as PEFT names the file
+_FILE = "adapter_model.safetensors"  # as PEFT names it
 
 # Random vectors beyond the rank, and products with D and its transpose: even for a matrix of random numbers, the
 # hardest case, the error is then within 0.5 % of the least.
@@ -48,7 +48,7 @@ _OVERSAMPLING, _POWER = 16, 4
 _SKETCHED = 4  # sides per vector: a full SVD takes less time for smaller matrices
 _NOISE = 4  # singular values up to this many eps of the largest are rounding errors
 _SEED = 0  # fixed, so results repeat
-_TILE = 1 << 20  # elements whose error is measured at a time
+_TILE = 1 << 20  # elements of a product at a time
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _STORED = [dtypes.BY_CODE[code] for code in ("F32", "BF16", "F16")]
@@ -154,9 +154,9 @@ def extract(
     """Extract a LoRA adapter from a fine-tuned model, as a folder for PEFT.
 
     Every changed matrix of a linear layer, and every changed 2-D or 3-D convolution, gets factors of its difference
-    from the base. Their error is within 1 % of the least for their rank, and equal calls give equal bytes on one
-    machine. Memory holds two matrices in float32, and the adapter. Quantized tensors are dequantized, and GGUF files of
-    llama.cpp are read as models of transformers. Tensors get the names of transformers in memory.
+    from the base. Their error is within 1 % of the least for their rank, and equal calls give equal bytes on a
+    machine. Memory holds up to three matrices in float32, and the adapter. Quantized tensors are dequantized, and GGUF
+    files of llama.cpp are read as models of transformers. Tensors get the names of transformers in memory.
 
     Args:
         base: path or URL of a file, a folder or an index.json; an open `Checkpoint`; or a dict of arrays.
@@ -297,7 +297,7 @@ def _reason(models: tuple[Catalog, Catalog], name: str, schema: Schema | None) -
 
 
 def _in_model(models: tuple[Catalog, Catalog], names: Iterable[str]) -> dict[str, str]:
-    """Return the names of tensors in the model, whose class may add a prefix to the names in files."""
+    """Return the names of tensors in the model: a class with a head adds a prefix if files lack it."""
     schema, config = _schema(models), models[0].config or models[1].config
     kind = next(iter(listed_in(config)), None)
     headless = not isinstance(kind, str) or (kind.endswith("Model") and "LMHead" not in kind)
@@ -411,11 +411,10 @@ def _config(report: ExtractReport, models: tuple[Catalog, Catalog], in_model: Ma
     # The last part of names stands for all modules ending in it, unless a module without factors does, too.
     outer = {part for name in in_model.values() for part in name.split(".")[:-2]}
     groups = grouped(modules, lambda module: module.rpartition(".")[2])
-    short = {end for end, group in groups.items() if end not in outer and ranks.keys() >= {*group}}
-    ends = {module: end for end, group in groups.items() for module in group if end in short}
+    short = {end: group for end, group in groups.items() if end not in outer and ranks.keys() >= {*group}}
+    ends = {module: end for end, group in short.items() for module in group}
     smaller = {module: rank for module, rank in ranks.items() if rank != report.rank}
-    classes = filter(None, (kind for kind in listed_in(config) if isinstance(kind, str)))
-    generates = any(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in classes)
+    generates = any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in listed_in(config))
     return {
         "base_model_name_or_path": None if base.in_memory else report.base.removeprefix("hf://"),
         "peft_type": "LORA",
@@ -445,7 +444,7 @@ def _check_folder(folder: str, sources: Iterable[str], *, overwrite: bool) -> No
 def _write(folder: str, tensors: Mapping[str, Any], config: Mapping[str, Any], *, overwrite: bool) -> int:
     """Write both files, and return the bytes of the weights. A reader finds the old adapter, none, or the new one."""
     writer, text = writer_of(tensors, {"format": "pt"}, editable=False), (json.dumps(config, indent=2) + "\n").encode()
-    weights, settings = (os.path.join(folder, name) for name in (WEIGHTS, CONFIG))
+    weights, settings = (os.path.join(folder, name) for name in (_FILE, CONFIG))
     existed, new = os.path.isdir(folder), partial(AtomicFile, overwrite=overwrite, follow=False)
     os.makedirs(folder, exist_ok=True)
     try:

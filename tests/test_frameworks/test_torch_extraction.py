@@ -27,6 +27,19 @@ MODELS = {
     "mixtral": {**SMALL, "num_local_experts": 3, "num_experts_per_tok": 2},
     "nomic_bert": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
+INNER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMAGE = {**INNER, "image_size": 16, "patch_size": 8}
+TEXT = {**SMALL, "head_dim": 16}
+# Classes of which transformers renames tensors, joins or divides them.
+RENAMED = {
+    "ViTForImageClassification": IMAGE,
+    "NomicBertForMaskedLM": {**INNER, "vocab_size": 50, "head_dim": 8},
+    "Qwen2VLForConditionalGeneration": {
+        "text_config": TEXT,
+        "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2},
+    },
+    "Gemma3ForConditionalGeneration": {"text_config": TEXT, "vision_config": IMAGE, "mm_tokens_per_image": 4},
+}
 IDS = torch.arange(8)[None]
 
 
@@ -70,6 +83,40 @@ def test_a_model_whose_every_tensor_changed(name, tmp_path):
     merged = safeload.load(tmp_path / "base", adapters=tmp_path / "adapter")
     for key, value in safeload.load(tmp_path / "fine").items():
         np.testing.assert_allclose(merged[key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RENAMED)
+def test_names_in_memory(name, tmp_path):
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    fine = model_class(model_class.config_class(**RENAMED[name]))
+    fine.save_pretrained(tmp_path / "base")
+    changed(fine, 0.05).save_pretrained(tmp_path / "fine")
+    report = safeload.extract(tmp_path / "base", tmp_path / "fine", tmp_path / "adapter", rank=128, with_rest=True)
+    assert report.left_out == {}
+    base = model_class.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    for key, value in fine.state_dict().items():
+        torch.testing.assert_close(loaded[key], value, rtol=0, atol=1e-5)
+    merged = safeload.load(tmp_path / "base", adapters=tmp_path / "adapter")
+    for key, value in safeload.load(tmp_path / "fine").items():
+        np.testing.assert_allclose(merged[key], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2 as [in, out]"])
+def test_peft_misses_no_key(name, tmp_path, recwarn):
+    """A layer of two has changed, so that targets have whole names."""
+    base = model_of(name, tmp_path / "base")
+    inside = ".h.1." if "gpt2" in name else "layers.1."
+    changed(model_of(name, tmp_path / "base"), 0.05, inside).save_pretrained(tmp_path / "fine")
+    safeload.extract(tmp_path / "base", tmp_path / "fine", tmp_path / "adapter", rank=4, dtype="bfloat16")
+    recwarn.clear()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert [str(warning.message) for warning in recwarn if "adapter keys" in str(warning.message)] == []
+    result = loaded.load_adapter(tmp_path / "adapter", "again")
+    assert result.unexpected_keys == []
+    assert not any("lora_" in key for key in result.missing_keys if ".again" in key)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,6 +11,7 @@ import pytest
 from builders import llama_models, models
 from builders.adapters import PREFIX, write
 from builders.commands import run
+from builders.remote import Served
 
 import safeload
 from safeload.numpy import save_file
@@ -158,7 +159,7 @@ def test_dtypes_of_factors(pair, tmp_path):
         safeload.extract(*pair, tmp_path / "int8", dtype="int8")
 
 
-def test_memory_is_two_matrices_and_the_adapter(tmp_path):
+def test_memory_is_that_of_a_few_matrices(tmp_path):
     rng = np.random.default_rng(5)
     shape, count = (512, 1024), 12
     for name in ("base", "fine"):
@@ -353,6 +354,17 @@ def test_names_of_transformers_4_and_5_are_paired(tmp_path):
     for name, array in older.items():
         assert np.array_equal(array, newer[name])
     assert safeload.info(tmp_path / "older-lora", base=base).adapter.fitting.problems == []
+
+
+def test_sources_behind_urls_and_in_other_formats(pair, tmp_path):
+    base, fine = pair
+    save_file(base, tmp_path / "base.safetensors")
+    safeload.convert(fine, tmp_path / "fine.npz")
+    store = Served({"mem://m/base.safetensors": (tmp_path / "base.safetensors").read_bytes()})
+    safeload.extract(base, fine, tmp_path / "one", rank=3)
+    safeload.extract(store.at("mem://m/base.safetensors"), tmp_path / "fine.npz", tmp_path / "two", rank=3)
+    one, two = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
 
 
 # ---- errors ----
