@@ -143,3 +143,31 @@ def test_merging_while_loading(peer: str, base: Path, adapter: Path, table, repo
     job = f"{LAYERS * 0.1217:.2g} GB of bf16, merging an adapter of rank {RANK}"
     row = table.add(job, peer, Comparison(samples["ours"], samples[peer]), target=3)
     report(sides["ours"], [row], rounds=1, prepare=_prepare(base))
+
+
+@pytest.mark.parametrize("peer", ["torch.svd_lowrank, niter 4", "numpy.linalg.svd"])
+def test_extracting(peer: str, tmp_path: Path, table) -> None:
+    """The file and both reads are ours alone."""
+    side = 2048 if "numpy" in peer else 4096
+    change = np.random.default_rng(34).standard_normal((side, side), np.float32)
+    change *= np.arange(1, side + 1, dtype=np.float32) ** -0.5
+    base, fine = {"w.weight": np.zeros_like(change)}, {"w.weight": change}
+
+    def ours() -> float:
+        return safeload.extract(base, fine, tmp_path / "a", rank=RANK, overwrite=True).errors["w.weight"]
+
+    def theirs() -> float:
+        if "numpy" in peer:
+            u, s, vt = np.linalg.svd(change, full_matrices=False)
+        else:
+            torch = pytest.importorskip("torch")
+            u, s, v = (part.numpy() for part in torch.svd_lowrank(torch.from_numpy(change), RANK + 16, niter=4))
+            vt = v.T
+        lost = change - (u[:, :RANK] * s[:RANK]) @ vt[:RANK]
+        return float(np.sqrt(np.square(lost, dtype=np.float64).sum() / np.square(change, dtype=np.float64).sum()))
+
+    def close(mine: float, other: float) -> None:
+        assert mine <= 1.01 * other
+
+    samples = race({"ours": ours, peer: theirs}, files.LARGE_ROUNDS, check=close, warm="numpy" not in peer)
+    table.add(f"{side} x {side}, an adapter of rank {RANK}", peer, Comparison(samples["ours"], samples[peer]))

@@ -4,7 +4,7 @@
   https://, ...), of which only the needed bytes are fetched. ``dtype=`` converts or dequantizes while reading.
   ``open(path).stream()`` reads ahead of a loop over the tensors.
 - `load_quantized`, `quantize`, `quantization_error`: int8 and ggml's block formats
-- `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts
+- `convert`, `stack`, `nest`, `flatten`: other formats, dtypes, names and layouts; `extract`: LoRA adapters
 - `save`, `Writer`, `edit`, `make_patch`, `apply_patch`: save tensors as they come, change files, publish differences
 - `verify`, `scan`: compare files with a signature or a manifest, judge the code that pickles name
 - `info`, `check`, `stats`, `diff`, `report`: list, check, measure and compare checkpoints, as the commands do
@@ -50,6 +50,7 @@ _MODULE_OF = {
         "checking.info": "AdapterFitting AdapterSummary Info info",
         "checking.local_models": "LocalModel LocalModels local_models",
         "checking.diff": "DiffReport LayerDiff TensorDiff diff",
+        "checking.extract": "ExtractReport extract",
         "checking.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
         "conversion.quantization_error": "QuantizationStats QuantizationTable quantization_error",
         "conversion.quantize": "quantize",

@@ -16,6 +16,8 @@ from .checking.diff import DiffReport as DiffReport
 from .checking.diff import LayerDiff as LayerDiff
 from .checking.diff import TensorDiff as TensorDiff
 from .checking.diff import diff as diff
+from .checking.extract import ExtractReport as ExtractReport
+from .checking.extract import extract as extract
 from .checking.findings import CheckReport as CheckReport
 from .checking.findings import Finding as Finding
 from .checking.info import AdapterFitting as AdapterFitting

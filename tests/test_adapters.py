@@ -90,6 +90,15 @@ def test_of_two_values_of_a_tensor_the_first_is_taken(tmp_path, saved):
     assert_merged(merged, one + 2 * (b.astype(np.float64) @ a), 40)
 
 
+@pytest.mark.parametrize("module", ["mm_soft_emb_norm", "soft_prompts", "cloft_head"])
+def test_names_that_contain_those_of_other_methods(module, base, tmp_path):
+    """OFT is a method, soft is none."""
+    save_file({**safeload.load(base), f"{module}.weight": np.ones(3, np.float32)}, tmp_path / "more.safetensors")
+    adapter = write(tmp_path / "a", {**pair(), f"{module}.weight": np.full(3, 2, np.float32)})
+    merged = safeload.load(tmp_path / "more.safetensors", adapters=adapter)
+    assert np.array_equal(merged[f"{module}.weight"], np.full(3, 2, np.float32))
+
+
 @pytest.mark.parametrize("dtype", [None, "float16", "float64"])
 def test_rounds_once(tmp_path, dtype):
     """A change of less than the last bit of the base counts, if two of them are more."""

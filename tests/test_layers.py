@@ -72,7 +72,7 @@ INNER = {*INNER, "_core"} - DOORS - {"__init__", "__main__", "_version"}
 INSIDE_NAMES = 92  # one more since the tokenizer of llama.cpp is two modules
 INNER_FILES = 11
 # Methods that show a result and are written by hand: lower this, too.
-SHOWN_BY_HAND = 32
+SHOWN_BY_HAND = 33  # one more since adapters are extracted
 
 C_FILES = sorted([*CSRC.rglob("*.c"), *CSRC.rglob("*.h")])
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))

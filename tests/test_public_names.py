@@ -33,7 +33,7 @@ DiffReport Finding HISTOGRAM_EDGES KEPT_NAMES Layout LimitError Limits LoadStats
 RangeError RemotePermissionError RemoteTimeoutError SafeSlice StackedDict StackedTensor Summary TensorDiff TensorMeta
 TensorCheck TensorSpec TensorStats _safe_open_handle deserialize finalize plan_convert run_piece serialize
 serialize_file stack Edit FileCheck LayerStream LocalModel LocalModels ScanFinding ScanReport TensorLike
-TensorSlice TensorStream VerifyReport families ModelFamily
+TensorSlice TensorStream VerifyReport families ModelFamily extract ExtractReport
 """
 
 MODULES = ("cluster", "errors", "gguf", "jax", "layouts", "moon", "numpy", "plugins", "remote", "torch")

@@ -60,6 +60,9 @@ def results(folder):
         "ScanReport": safeload.scan(folder / "a.pkl"),
         "VerifyReport": safeload.verify(folder, folder / "list.json"),
         "LocalModels": safeload.local_models(folder),
+        "ExtractReport": safeload.extract(
+            weights, {name: value + 1 for name, value in weights.items()}, folder / "lora", rank=1, overwrite=True
+        ),
     }
 
 
@@ -71,9 +74,9 @@ def every(folder):
 NAMES = (
     *("Info", "CheckReport", "ConvertReport", "DiffReport", "Summary"),
     *("StatsTable", "TensorStats", "QuantizationTable", "QuantizationStats"),
-    *("ScanReport", "VerifyReport", "LocalModels"),
+    *("ScanReport", "VerifyReport", "LocalModels", "ExtractReport"),
 )
-ABOUT_TENSORS = {"Info", "DiffReport", "Summary", "StatsTable", "TensorStats", "QuantizationTable"}
+ABOUT_TENSORS = {"Info", "DiffReport", "ExtractReport", "Summary", "StatsTable", "TensorStats", "QuantizationTable"}
 
 
 def is_plain(value):

@@ -202,7 +202,7 @@ _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
 # Wrappers in PEFT's module names, and names of other methods.
 _SAVED, _UNUSED = ".modules_to_save.", ".original_module."
 _WRAPPED = [".base_layer.", ".token_adapter.", _SAVED]
-_OTHERS = ("lora_", "hada_", "lokr_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
+_OTHERS = re.compile(r"(?:^|[._])(?:lora_|hada_|lokr_|ia3_|vera_|prompt_|b?oft_|ranknum)", re.ASCII)
 
 
 def _names_of(kind: kinds.AdapterKind) -> tuple[re.Pattern[str], Mapping[str, str]]:
@@ -369,13 +369,12 @@ class Adapter:
         match = pattern.search(rest)
         if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
             return rest[: match.start()], part
-        if any(part in rest for part in _OTHERS):
+        if _OTHERS.search(rest):
             other = adapter_kind([bare])
             named = "" if other is None or f" {self.kind.title} " in other else f" ({other})"
             text = f"of the adapter belongs to a method other than {self.kind.title}{named}"
-            raise error_about(
-                UnsupportedError, f"{text}; merge this adapter with PEFT", path=self.checkpoint.path, tensor=name
-            )
+            text += "; merge this adapter with PEFT"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
         return rest, VALUE
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import dtypes
-from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
+from ..core.arrays import Array, check_disjoint, check_fits, check_out_names, index_of
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
 from ..core.files import Access
@@ -423,16 +423,15 @@ class Merge:
                 for begin, tile in _changed_tiles(matrix, steps):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         for adapter, name in ((change.adapter, change.parts[kinds.TOKENS]) for change in tokens):
-            rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
-            result[[*adapter.tokens[name]]] = astype(rows, result.dtype)
+            (trained,) = _values(adapter, [name], target.work.name)
+            result[[*adapter.tokens[name]]] = astype(trained, result.dtype)
 
     def _steps_of(self, change: Change, dtype: str) -> Callable[[int], Step]:
         """Return the step of each matrix of a change; the factors of a stack stay in memory for its other parts."""
-        parts, checkpoint = change.parts, change.adapter.checkpoint
+        parts = change.parts
 
         def load(*roles: str) -> dict[str, Array]:
-            arrays = checkpoint.load([parts[role] for role in roles], dtype=dtype, backend="pread")
-            return {role: arrays[parts[role]] for role in roles}
+            return dict(zip(roles, _values(change.adapter, [parts[role] for role in roles], dtype), strict=True))
 
         if change.step is not None:
             with np.errstate(all="ignore"):
@@ -461,9 +460,9 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _with_norms(step: Step, change: Change, target: AdapterTarget, earlier: Sequence[Step]) -> Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
-    checkpoint, role = change.adapter.checkpoint, kinds.SCALE if kinds.SCALE in change.parts else kinds.MAGNITUDE
+    role = kinds.SCALE if kinds.SCALE in change.parts else kinds.MAGNITUDE
     name = change.parts[role]
-    magnitude = checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
+    (magnitude,) = _values(change.adapter, [name], target.work.name)
     by_columns = change.by_columns and not change.adapter.mlx  # MLX has a norm for each row of an embedding
     if role == kinds.SCALE:
         by_columns = magnitude.shape[:1] == (1,) != target.shape[:1]
@@ -473,7 +472,7 @@ def _with_norms(step: Step, change: Change, target: AdapterTarget, earlier: Sequ
         return step._replace(norms=magnitude, tiny=tiny)
     if change.part is not None:
         text = f"of the adapter has norms of columns, but {show(target.name)} has only a part of their rows"
-        raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
+        raise error_about(UnsupportedError, text, path=change.adapter.checkpoint.path, tensor=name)
     squares = np.zeros(_flat(target.shape)[1])
     for _, tile in _changed_tiles(target, [*earlier, step]):
         squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
@@ -602,12 +601,23 @@ def _merge_in_core(
         batch.run(threads=threads)
 
 
+def _values(adapter: Adapter, names: Sequence[str], dtype: str) -> list[Array]:
+    """Read tensors of an adapter, and warn of a NaN or an infinity."""
+    arrays = adapter.checkpoint.load(names, dtype=dtype, backend="pread")
+    for name, array in arrays.items():
+        finite = np.isfinite(array)
+        if not finite.all():
+            at, path = [*index_of(int(finite.argmin()), array.shape)], adapter.checkpoint.path
+            text = "%s: tensor %s of the adapter has a NaN or an infinity at %s, which reaches the merged weights"
+            warning(text, path, show(name), at)
+    return [arrays[name] for name in names]
+
+
 def _factors(
     adapter: Adapter, name_a: str, name_b: str, dtype: str, *, count: int, by_columns: bool
 ) -> tuple[Array, Array]:
     """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns]."""
-    arrays = adapter.checkpoint.load([name_a, name_b], dtype=dtype, backend="pread")
-    a, b = arrays[name_a], arrays[name_b]
+    a, b = _values(adapter, [name_a, name_b], dtype)
     if not adapter.mlx:  # rows of A matrix by matrix, columns of B rank by rank
         rank, columns = len(a) // count, math.prod(a.shape[1:])
         a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)

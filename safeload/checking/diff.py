@@ -148,7 +148,7 @@ _ORDERS: dict[str, Callable[[tuple[str, TensorDiff]], Any]] = {
 _HEAD = ("different values", "max", "rms", "relative", "cosine", "unequal", "not finite")
 
 
-def _reasons(left_out: Mapping[str, str]) -> list[str]:
+def reasons(left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each reason, with the number of tensors and the first."""
     groups = grouped(left_out, left_out.__getitem__).items()
     return [f"{reason}: {plural(len(names), 'tensor')}, {printable(names[0])}" for reason, names in groups]
@@ -285,11 +285,11 @@ class DiffReport(Report):
         lists = {
             "only in a": [*map(printable, self.only_a)],
             "only in b": [*map(printable, self.only_b)],
-            "left out of a by the form": _reasons(self.left_out_a),
-            "left out of b by the form": _reasons(self.left_out_b),
+            "left out of a by the form": reasons(self.left_out_a),
+            "left out of b by the form": reasons(self.left_out_b),
             "tied": [f"{printable(head)} to {printable(embedding)}" for head, embedding in self.tied.items()],
             "different shape": [*map(self._shapes_of, self.shapes)],
-            "different dtype": _reasons({name: f"{a} and {b}" for name, (a, b) in self.dtypes.items()}),
+            "different dtype": reasons({name: f"{a} and {b}" for name, (a, b) in self.dtypes.items()}),
         }
         for title, entries in lists.items():
             if entries:

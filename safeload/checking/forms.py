@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..conversion.arranging import like
 from ..conversion.catalog import Catalog, RestructuredCatalog
 from ..conversion.forms import laid_out
-from ..conversion.llama_cpp.gguf_models import form_between
+from ..conversion.llama_cpp.gguf_models import form_between, from_llama_cpp
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
 from ..conversion.recipes import Move, TensorRecipe, TensorView
 from ..conversion.rules import is_of_mlx, schema_of, tied_heads
@@ -95,6 +95,18 @@ def common_form(a: Catalog, b: Catalog) -> Forms:
         form = "layout of mlx-lm" if made_like is not None and is_of_mlx(made_like) else form
     catalogs, tied = _with_heads(*catalogs)
     return Forms(catalogs, form, tied=tied)
+
+
+def in_memory(a: Catalog, b: Catalog) -> tuple[Catalog, Catalog]:
+    """Return two checkpoints under the names of transformers in memory, which PEFT needs."""
+    a, b = (from_llama_cpp(catalog) if _is_of_llama_cpp(catalog) else catalog for catalog in (a, b))
+    forms, config = common_form(a, b), a.config or b.config
+    if forms.form or not has_rules(config):
+        return forms.catalogs
+    first, second = (
+        _renamed(catalog, ModelNames(config, stored_names(catalog, catalog.title)).places) for catalog in forms.catalogs
+    )
+    return first, second
 
 
 def _is_of_llama_cpp(catalog: Catalog) -> bool:

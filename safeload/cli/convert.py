@@ -1,4 +1,4 @@
-"""``safeload convert``: write another format, dtype or layout."""
+"""``safeload convert``: write another format, dtype or layout; and ``safeload extract``: write a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,23 @@ from ..quant.families import presets
 from ..remote.url import is_url
 from . import common
 from .files import against_of
-from .parsers import ADAPTER, CACHE, DASK, OPENING, PATTERNS, THREADS, TRUSTED, argument, command, flag, repeated
+from .parsers import (
+    ADAPTER,
+    CACHE,
+    DASK,
+    JSON,
+    OPENING,
+    PATTERNS,
+    POSITIVE,
+    STORAGE_OPTION,
+    THREADS,
+    TRUSTED,
+    argument,
+    command,
+    flag,
+    path,
+    repeated,
+)
 
 if TYPE_CHECKING:
     from ..conversion.decide import ConvertReport
@@ -228,3 +244,47 @@ def _schemes(texts: list[str] | None) -> Any:
         schemes[pattern] = None if scheme.lower() == "none" else scheme
     alone = schemes.get(_ALL) if len(schemes) == 1 else None
     return schemes if alone is None else alone
+
+
+# ---- extract ----
+
+
+@command(
+    "Extract a LoRA adapter from a fine-tuned model: factors of the difference of each matrix from the base, as a "
+    "folder for PEFT. List the rank and error of each matrix, and changed tensors without factors.",
+    """examples:
+  safeload extract Llama-3.2-1B/ my-llama/ -o my-lora/ --rank 16
+  safeload extract Llama-3.2-1B/ my-llama/ -o my-lora/ --rank 64 --with-rest --dtype bfloat16
+  safeload extract Llama-3.2-1B/ my-llama.gguf -o my-lora/ --only '*_proj*'""",
+    path("base"),
+    path("fine"),
+    argument("-o --output", "FOLDER", "folder to write: adapter_model.safetensors, adapter_config.json", required=True),
+    argument("--rank", "N", "largest rank of the factors; default: 16", type=POSITIVE, default=16),
+    argument(
+        "--dtype",
+        None,
+        "dtype of the factors; default: float32",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+    ),
+    flag("--with-rest", "store norms, biases, embeddings and tensors of another shape whole if they differ"),
+    *PATTERNS,
+    flag("--overwrite", "replace an adapter in the folder"),
+    STORAGE_OPTION,
+    THREADS,
+    JSON,
+)
+def extract(options: argparse.Namespace) -> int:
+    """Write the adapter, and print the report."""
+    from .. import extract
+
+    common.check_once([options.base, options.fine])
+    base, fine = common.source(options.base), common.source(options.fine)
+    with common.bar("extract") as progress:
+        same = common.given(options, "rank dtype with_rest only drop overwrite storage_options threads")
+        report = extract(base, fine, options.output, progress=progress, **same)
+    if options.json:
+        common.print_json(report.to_dict())
+    else:
+        common.print_lines(report.lines(common.columns()))
+    return 0

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "scan": ("files", "check", "judge the code that pickles name"),
     "verify": ("files", "check", "compare files with a manifest, a signature or a model"),
     "convert": ("convert", "change", "write another format, dtype or layout"),
+    "extract": ("convert", "change", "extract a LoRA adapter from a fine-tuned model"),
     "edit": ("files", "change", "change metadata and names in place"),
     "patch": ("files", "publish", "publish or apply the difference of two files"),
     "sign": ("files", "publish", "sign the files of a model"),

@@ -195,6 +195,14 @@ def tied_heads(catalog: Catalog, schema: Schema | None) -> dict[str, str]:
     return choosing.absent_heads(schema, dict.fromkeys(catalog).keys(), catalog.config)
 
 
+def reason_of_role(schema: Schema | None, name: str) -> str:
+    """Return why a tensor is no matrix of a linear layer, by its role in the schema or its name; "" if it may be."""
+    role = None if schema is None else schema.role(name)
+    if role is None or _ROUTER.search(name):
+        role = next((role for role, pattern in _ROLES_BY_NAME.items() if pattern.search(name)), "weight")
+    return "is a router" if role == "router" else _KEPT_ROLES.get(role, "")
+
+
 def check_restorable(name: str, scheme: str) -> None:
     """Refuse to requantize a tensor that cannot be dequantized."""
     try:

@@ -144,6 +144,28 @@ def test_tensors(tensors, config, words, base, tmp_path, capsys):
     assert_refused(base, write(tmp_path / "a", tensors, **config), words, capsys)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"])
+def test_values_that_are_not_finite_are_named(part, value, base, tmp_path, caplog):
+    """`check` has an error, with and without a base; a merge warns."""
+    extra = {"lora_B.bias": {"lora_bias": True}, "lora_magnitude_vector": {"use_dora": True}}.get(part, {})
+    parts = pair()
+    parts.update({f"w.{part}": np.ones(6, F32)} if extra else {})
+    parts[f"w.{part}"] = parts[f"w.{part}"].copy()
+    parts[f"w.{part}"].flat[3] = value
+    adapter = write(tmp_path / "a", parts, **extra)
+    name, index = f"{PREFIX}w.{part}", [*map(int, np.unravel_index(3, parts[f"w.{part}"].shape))]
+    for options in ({}, {"base": base}):
+        (error,) = safeload.check(adapter, **options).errors
+        assert (error.tensor, error.code) == (name, "value.nan" if np.isnan(value) else "value.inf")
+        assert f"the first at {index}" in error.message
+    for merge in (safeload.load, lambda source, **more: safeload.convert(source, tmp_path / "m.safetensors", **more)):
+        caplog.clear()
+        merge(base, adapters=adapter)
+        (record,) = caplog.records
+        assert f"tensor '{name}' of the adapter has a NaN or an infinity at {index}" in record.getMessage()
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_values_that_are_not_numbers_are_merged_as_they_are(value, base, tmp_path):
     """They are values as any other; no warning of numpy's comes of them."""

@@ -104,6 +104,8 @@ def change(path: str, done: Callable[[int, int], object]) -> bool:
     report = safeload.check(path, limits={"low": -1.0, "high": 1.0}, drop="*.bias")
     for finding in report.errors + report.warnings:
         print(finding.severity, finding.code, finding.tensor, finding.message)
+    adapter = safeload.extract(path, {"x": np.ones(3)}, Path("lora"), rank=8, only="*.weight", progress=done)
+    print(adapter.kept, adapter.ranks["x"] + adapter.errors["x"], adapter.left_out.values(), adapter.rows())
     return report.ok and safeload.diff(path, "x.safetensors").same
 
 
