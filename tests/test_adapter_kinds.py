@@ -216,6 +216,11 @@ REFUSED = {
         {"w.lokr_w1": f32(4, 5), "w.lokr_w2": f32(1, 1)},
         ["lokr_w1", "[4, 5]", "it needs [6, 5]"],
     ),
+    "a factor of a number with a remainder": (
+        {"peft_type": "LOKR"},
+        {"w.lokr_w1": f32(3, 2), "w.lokr_w2": f32(2, 2)},
+        ["lokr_w1", "[3, 2]", "it needs [3, 5]"],
+    ),
     "LoKr's second factor": (
         {"peft_type": "LOKR"},
         {"w.lokr_w1": f32(3, 5), "w.lokr_w2": f32(2, 2)},
