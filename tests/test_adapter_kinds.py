@@ -242,6 +242,11 @@ REFUSED = {
         {"w.lora_A": f32(2, 5), "w.lora_B": f32(6, 2), "w.lora_E": f32(2, 1)},
         ["has rank 2", "'rank_pattern'", "says 1"],
     ),
+    "AdaLoRA without its values": (
+        {"peft_type": "ADALORA", "init_r": 2},
+        {"w.lora_A": f32(2, 5), "w.lora_B": f32(6, 2)},
+        ["w.lora_A", "AdaLoRA has A and B and lora_E"],
+    ),
     "AdaLoRA's variants": (
         {"peft_type": "ADALORA", "use_rslora": True},
         {"w.lora_A": f32(2, 5), "w.lora_B": f32(6, 2), "w.lora_E": f32(2, 1)},

@@ -142,7 +142,8 @@ def _loha(place: Place, scaling: float, parts: Arrays) -> Step:
 
 def _lokr_needs(shapes: Shapes, place: Place) -> dict[str, Shape]:
     """If blocks do not divide the matrix, the first factor is needed whole."""
-    blocks = shapes.get("lokr_w1") or (*shapes["lokr_w1_a"][:1], *shapes["lokr_w1_b"][1:])
+    pair = (*shapes.get("lokr_w1_a", ())[:1], *shapes.get("lokr_w1_b", ())[1:])
+    blocks = shapes.get("lokr_w1", pair)
     counted = zip(place.shape, (*blocks, 1, 1)[:2], strict=False)
     outer = tuple(count if count and size % count == 0 else size for size, count in counted)
     inner = tuple(size // max(1, count) for size, count in zip(place.shape, outer, strict=False))
@@ -254,7 +255,7 @@ def _neumann(skew: Array, terms: int, halved: bool) -> Array:
 
 def _within(matrices: Array, radius: float) -> Array:
     """Shrink matrices to a norm of at most ``radius`` over the root of their number (``coft``)."""
-    norms, limit = np.sqrt(np.sum(matrices**2, axis=(1, 2), keepdims=True)), radius / math.sqrt(len(matrices))
+    norms, limit = np.sqrt(np.sum(matrices**2, axis=(1, 2), keepdims=True)), radius / math.sqrt(max(1, len(matrices)))
     with np.errstate(all="ignore"):
         shrunk: Array = np.where(norms <= limit, matrices, matrices * (limit / norms))
         return shrunk
