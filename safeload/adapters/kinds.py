@@ -142,8 +142,8 @@ def _loha(place: Place, scaling: float, parts: Arrays) -> Step:
 
 def _lokr_needs(shapes: Shapes, place: Place) -> dict[str, Shape]:
     """If blocks do not divide the matrix, the first factor is needed whole."""
-    pair = (*shapes.get("lokr_w1_a", ())[:1], *shapes.get("lokr_w1_b", ())[1:])
-    blocks = shapes.get("lokr_w1", pair)
+    product = (*shapes.get("lokr_w1_a", ())[:1], *shapes.get("lokr_w1_b", ())[1:])
+    blocks = shapes.get("lokr_w1", product)
     counted = zip(place.shape, (*blocks, 1, 1)[:2], strict=False)
     outer = tuple(count if count and size % count == 0 else size for size, count in counted)
     inner = tuple(size // max(1, count) for size, count in zip(place.shape, outer, strict=False))
