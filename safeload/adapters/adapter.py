@@ -344,7 +344,7 @@ class Adapter:
                 raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
             if changing(parts):
                 parts.update({role: name for role, name in shared.items() if role not in parts})
-            if changing(parts) and kinds.kind_of(parts) is None:
+            if changing(parts) and kinds.kind_of(parts) is not self.kind:
                 self._refuse_form(parts)
         return modules
 
