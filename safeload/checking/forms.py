@@ -144,11 +144,8 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
     without = {name: _ROTATIONS for name in ROPE_TENSORS if name in theirs and name not in recipes}
     for name in without:
         del theirs[name]
-    sides = [
-        RestructuredCatalog(base, new, metadata=base.metadata, config=base.config, restored=_F32, for_engine=True)
-        for base, new in ((model, ours), (file, theirs))
-    ]
-    return Forms((sides[0], sides[1]), f"layout of llama.cpp ({form.title})", (left_out, without), tied)
+    sides = RestructuredCatalog(model, ours, restored=_F32), RestructuredCatalog(file, theirs, restored=_F32)
+    return Forms(sides, f"layout of llama.cpp ({form.title})", (left_out, without), tied)
 
 
 def _whole(catalog: Catalog, name: str) -> TensorRecipe:
@@ -186,7 +183,7 @@ def _renamed(catalog: Catalog, places: Mapping[str, Any]) -> Catalog:
     if unplaced.keys() & recipes.keys():  # every tensor must stay
         return catalog
     recipes |= unplaced
-    return RestructuredCatalog(catalog, recipes, metadata=catalog.metadata, config=catalog.config, for_engine=True)
+    return RestructuredCatalog(catalog, recipes)
 
 
 def _placed(catalog: Catalog, place: Place | Stacked) -> TensorRecipe | None:

@@ -60,7 +60,7 @@ def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | Non
     if not (names or stacks):
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
-    return _for_engine(catalog, _parts(catalog, names, stacks))
+    return RestructuredCatalog(catalog, _parts(catalog, names, stacks))
 
 
 def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -84,12 +84,6 @@ def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[
         elif layers + rest in older:
             names[name] = with_numbers(prefix + older[layers + rest], numbers)
     return names, stacks
-
-
-def _for_engine(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> RestructuredCatalog:
-    return RestructuredCatalog(
-        catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
-    )
 
 
 def like(catalog: Catalog, other: Catalog) -> Catalog:
@@ -169,7 +163,7 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
     recipes = {prefix + name: recipe for name, recipe in _with_dtypes(catalog, recipes).items()}
     if all(recipe.renamed == name for name, recipe in recipes.items()) and len(recipes) == len(catalog):
         return catalog
-    return _for_engine(catalog, recipes)
+    return RestructuredCatalog(catalog, recipes)
 
 
 def _check_layers(recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: MlxForm, title: str) -> None:
@@ -224,7 +218,7 @@ def from_mlx(catalog: Catalog) -> Catalog:
     bare = {
         name.removeprefix(prefix): TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in catalog
     }
-    inner = _for_engine(catalog, bare) if prefix else catalog
+    inner = RestructuredCatalog(catalog, bare) if prefix else catalog
     settings = ModelConfig(config, catalog.title, form)
     recipes = published_recipes(inner, settings, form, SINGLE)
     refuse_missing(inner, recipes, settings, form)

@@ -629,24 +629,25 @@ class RestructuredCatalog(Catalog):
         base: Catalog,
         recipes: Mapping[str, TensorRecipe],
         *,
-        metadata: Mapping[str, Any],
+        # None for a model as another program loads it: it keeps its metadata, config and format, and tensors that are
+        # only renamed stay as they are stored.
+        metadata: Mapping[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
         fixed: Mapping[str, str] = MappingProxyType({}),
         restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
-        for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self.base = base
         self.recipes = recipes
         self._restored = restored or dtype_in(base.config) or _BF16
-        self.for_engine = for_engine
+        self.for_engine = metadata is None
         self.fixed = fixed
         self.texts = base.texts
-        self.metadata = metadata
-        self.config = config
-        self.format = format
-        self.ignored = base.ignored if for_engine else {}
+        self.metadata = base.metadata if metadata is None else metadata
+        self.config = base.config if metadata is None else config
+        self.format = base.format if metadata is None else format
+        self.ignored = base.ignored if metadata is None else {}
         self.codes = {}  # sources with codes are refused
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes
