@@ -205,7 +205,7 @@ def _changed(
         if layer_of(name) in layers:
             factors |= _factors(forms, name, *_floats(pair_of(forms, name, threads)))
     everything = forms.catalogs[0]
-    shapes = {name: tuple(everything.about(name).shape) for name in everything if causes}
+    shapes = {name: everything.about(name).shape for name in everything if causes}
     excused = undone(factors, shapes) & causes.keys()
     places = _places(samples, shapes)
     ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)

@@ -121,7 +121,7 @@ def _parts(catalog: Catalog, names: Mapping[str, str], stacks: Mapping[str, Sequ
     """Return all tensors of a model, with separate experts."""
     parts = {}
     for name in catalog:
-        shape, modules = tuple(catalog.about(name).shape), stacks.get(name, ())
+        shape, modules = catalog.about(name).shape, stacks.get(name, ())
         if not modules or len(shape) != 3:
             parts[names.get(name, name)] = TensorRecipe(shape, (Move(name),))
             continue
@@ -215,9 +215,7 @@ def from_mlx(catalog: Catalog) -> Catalog:
     }
     if prefix:
         config, form = config_of_text(catalog, form, config), form.of_text
-    bare = {
-        name.removeprefix(prefix): TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in catalog
-    }
+    bare = {name.removeprefix(prefix): catalog.recipe(name) for name in catalog}
     inner = RestructuredCatalog(catalog, bare) if prefix else catalog
     settings = ModelConfig(config, catalog.title, form)
     recipes = published_recipes(inner, settings, form, SINGLE)

@@ -380,6 +380,10 @@ class Catalog:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
+    def recipe(self, name: str) -> TensorRecipe:
+        """Return the recipe of an unchanged tensor."""
+        return TensorRecipe(self.about(name).shape, (Move(name),))
+
     def descriptions(self, names: Collection[str], tensors: Tensors | None = None) -> dict[str, TensorDescription]:
         """Describe tensors without reading them, in columns if all are plain; see `about`."""
         # `tensors` has them if they are plain or in blocks, and known already.

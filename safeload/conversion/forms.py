@@ -182,7 +182,7 @@ def _placed(
             own = numbers if layout.number is None else [str(config.integer(layout.number, layer)), *numbers[1:]]
             target = with_numbers(place, own)
             if layout.stack and int(numbers[1]) < MAX_EXPERTS:
-                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                recipe = catalog.recipe(stored)
                 experts.setdefault(target, {})[int(numbers[1])] = recipe
                 recipes.setdefault(target, recipe)  # in its place until all experts are found
                 placed = True
@@ -257,7 +257,7 @@ def _under_usual_name(name: str, config: ModelConfig, form: GgufForm) -> str:
 
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
     """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
-    shape = tuple(catalog.about(name).shape)
+    shape = catalog.about(name).shape
     if layout.inputs is not None and shape[-1:] == ((width := config.integer(layout.inputs)),):
         if shape[-2:-1] == (width,):
             raise error_about(FormatError, f"{list(shape)} does not show whether it is transposed", tensor=name)
@@ -341,7 +341,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         if len(form.sources[pattern]) > 1:  # the config can exclude some
             sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
         place, layout = sources[-1 if kind == FUSED else 0]
-        full, shape = with_numbers(place, numbers), tuple(catalog.about(name).shape)
+        full, shape = with_numbers(place, numbers), catalog.about(name).shape
         axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if is_of_experts(name) and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
@@ -393,7 +393,7 @@ def _joined(
     catalog: Catalog, config: ModelConfig, form: GgufForm, name: str, parts: Sequence[tuple[str, GgufLayout]]
 ) -> TensorRecipe:
     """Return a published tensor from the tensors that a form makes of it."""
-    shapes = [tuple(catalog.about(part).shape) for part, _ in parts]
+    shapes = [catalog.about(part).shape for part, _ in parts]
     shape = shapes[0]
     if any(layout.rearranges for _, layout in parts):
         shape = config.shape_of(form.published, name)
@@ -414,7 +414,7 @@ def _joined(
 
 def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
     """Return the matrices of all experts as a single tensor: gate and up, or one of them."""
-    shapes = {name: tuple(catalog.about(name).shape) if name in catalog else None for name in parts}
+    shapes = {name: catalog.about(name).shape if name in catalog else None for name in parts}
     first, shape = next(iter(shapes.items()))
     if shape is None:
         raise error_about(FormatError, "is missing", path=catalog.title, tensor=first)

@@ -444,7 +444,7 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
         raise FormatError(text, catalog.title)
     recipes = published_recipes(catalog, settings, of_text, experts if of_text is form else SINGLE)
-    shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
+    shapes = {tensor: catalog.about(tensor).shape for tensor in catalog}
     tokens = metadata.get(TOKENS)
     rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
@@ -551,7 +551,7 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     }
     for name, bare in names.items():
         about = catalog.about(name)
-        shape, count = tuple(about.shape), math.prod(about.shape)
+        shape, count = about.shape, math.prod(about.shape)
         code = None if about.quantized else about.row.code
         small = len(shape) == 1 or count <= _SMALL or any(part in bare for part in model.kept_f32)
         dtype = "F32" if code in _WIDE and small else "BF16" if code == "BF16" else "F16"
@@ -573,7 +573,7 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     """Return the tensors of a GGUF file of a diffusion model in their original shapes."""
     catalog.refuse_codes(catalog, "convert a diffusion model")
     metadata = catalog.metadata
-    shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
+    shapes = {name: catalog.about(name).shape for name in catalog}
     try:
         for name in shapes.keys() & chosen:
             original_shape(metadata, name, shapes[name])

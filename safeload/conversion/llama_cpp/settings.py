@@ -781,7 +781,7 @@ def has_rotations(catalog: Catalog, tensors: Mapping[str, Array]) -> bool:
     """Return True if a file has exactly these factors of rotations."""
     return all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
         name in catalog
-        and tuple(catalog.about(name).shape) == expected.shape
+        and catalog.about(name).shape == expected.shape
         and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
         for name, expected in tensors.items()
     )
