@@ -41,7 +41,7 @@ from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
 from .forms import Accounts, Forms, common_form
-from .judging import Judgement, judged, pair_of
+from .judging import judged, pair_of
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]
@@ -204,8 +204,7 @@ class DiffReport(Report):
         *("dtypes", "accounts"),
         ("tensors", lambda report: _by_name(report.tensors)),
         ("common_rows", lambda report: _by_name(report.common_rows)),
-        ("judged", lambda report: {name: judgement.text for name, judgement in report.judged.items()}),
-        "layers",
+        *("judged", "layers"),
     )
 
     def __init__(self, a: str, b: str) -> None:
@@ -222,7 +221,7 @@ class DiffReport(Report):
         self.left_out_a: Mapping[str, str] = {}
         self.left_out_b: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {}
-        self.judged: dict[str, Judgement] = {}
+        self.judged: dict[str, str] = {}
         self.accounts: Accounts = ({}, {})
         self.norms: Mapping[str, float] = {}  # internal: of the equal tensors in layers with differences
 
@@ -296,7 +295,7 @@ class DiffReport(Report):
                 shown = shorten(entries[:rows], None if columns is None else columns - 2)
                 lines += ["", title, *(f"  {entry}" for entry in (*shown, *more(len(entries), rows)))]
         if self.judged:
-            by_judgement = Counter(judgement.text for judgement in self.judged.values()).items()
+            by_judgement = Counter(self.judged.values()).items()
             lines += ["", "judged by format", *(f"  {plural(n, 'tensor')}: {text}" for text, n in by_judgement)]
         unequal = [*self.unequal.items()]
         if sort is not None:

@@ -30,19 +30,9 @@ from .forms import Forms
 
 _F32 = dtypes.BY_CODE["F32"]
 
-EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected", "calibrated", "damaged", "changed"
-
-
-class Judgement(NamedTuple):
-    """A format's verdict on the difference of a tensor."""
-
-    kind: str  # "as expected", "calibrated", "damaged", or "changed" if no format explains a difference
-    format: str  # of the side with fewer bits; "" for "changed"
-
-    @property
-    def text(self) -> str:
-        """The judgement in words: "as expected of q4_k"."""
-        return f"{self.kind}{' of' if self.kind == EXPECTED else ''} {self.format}".rstrip()
+# A judgement begins with one of these, and ends with the format of the side with fewer bits, unless no format explains
+# the difference.
+EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected of", "calibrated", "damaged", "changed"
 
 
 class _Format(NamedTuple):
@@ -97,8 +87,8 @@ def pair_of(forms: Forms, name: str, threads: int | None) -> Callable[[], tuple[
     return pair
 
 
-def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> Judgement:
-    """Judge a tensor, which is read only if its formats differ."""
+def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> str:
+    """Judge a tensor, which is read only if its formats differ: "as expected of q4_k"."""
     formats = [_format_of(forms, side, name) for side in (0, 1)]
     coarse = min((0, 1), key=lambda side: (formats[side][1].bits, -formats[side][1].relative))
     label, rule = formats[coarse]
@@ -106,7 +96,7 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
     if other.endswith(_AS_COMPUTED):  # from values that were rounded once more
         rule = rule._replace(relative=rule.relative + own.relative)
     if formats[0][0] == formats[1][0] or not all(rule.bits for _, rule in formats):
-        return Judgement(CHANGED, "")
+        return CHANGED
     got, true = pair()[coarse], pair()[1 - coarse]
     rows, size = max(1, _ROWS // max(1, got.shape[1])), min(max(rule.block, 0) or BLOCK, BLOCK)
     whole = rule.block == _TENSOR or rule.nested
@@ -116,7 +106,7 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
     for begin in range(0, len(got), rows):
         x, y = (array[begin : begin + rows].astype(np.float32) for array in (true, got))
         if not np.array_equal(np.isfinite(x), np.isfinite(y)):
-            return Judgement(DAMAGED, label)
+            return f"{DAMAGED} {label}"
         beyond += int(np.count_nonzero(np.abs(x - y) > _bound(rule, x, ends)))
         xx, yy, dd = (np.add.reduceat(np.square(z), starts, axis=1, dtype=np.float64) for z in (x, y, x - y))
         lone = lone or _has_lone_block(xx, dd)
@@ -130,12 +120,12 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
         sums += dots.sum(), norms.sum(), norms_of_y.sum()
     bounded = bool(rule.step or rule.ranged or rule.relative)
     if bounded and not beyond:
-        return Judgement(EXPECTED, label)
+        return f"{EXPECTED} {label}"
     of_row, of_tensor = next(least for bits, *least in reversed(_LEAST) if bits <= max(1.0, rule.bits))
     alike = not lone and least >= of_row and sums[0] >= of_tensor * (sums[1] * sums[2]) ** 0.5
     if alike and not bounded:
-        return Judgement(EXPECTED, label)
-    return Judgement(CALIBRATED if alike and rule.calibrates else DAMAGED, label)
+        return f"{EXPECTED} {label}"
+    return f"{CALIBRATED if alike and rule.calibrates else DAMAGED} {label}"
 
 
 def _has_lone_block(norms: Array, residuals: Array) -> bool:
