@@ -138,7 +138,7 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
     elif embedding in ours and head is None and "output.weight" in theirs:
         ours["output.weight"] = ours[embedding]
         tied["output.weight"] = embedding
-    left_out = {name: why for why, listed in laid.left_out.items() for name in listed if name not in ours}
+    left_out = {name: why for name, why in laid.left_out.items() if name not in ours}
     for name in laid.unknown:
         ours[name] = model.recipe(name)
     without = {name: _ROTATIONS for name in ROPE_TENSORS if name in theirs and name not in recipes}

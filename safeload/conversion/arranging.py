@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
+from ..core.names import grouped
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -168,10 +169,8 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
 
 def _check_layers(recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: MlxForm, title: str) -> None:
     """Refuse layers that mlx-lm does not have, and layers without what it has in each."""
-    layers: dict[int, list[str]] = {}
-    for name in recipes:
-        if numbers := without_numbers(name)[1]:
-            layers.setdefault(int(numbers[0]), []).append(name)
+    numbers = {name: int(number) for name in recipes for number in without_numbers(name)[1][:1]}
+    layers = grouped(numbers, numbers.__getitem__)
     known = config.find(form.keys["block_count"].config) is not None  # else mlx-lm refuses the config by itself
     count = config.size("block_count") if known else len(layers)
     beyond = min((layer for layer in layers if layer >= count), default=None)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.names import grouped
 from ..core.text import error_about, plural, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -108,12 +109,12 @@ class LaidOut(NamedTuple):
 
     recipes: dict[str, TensorRecipe]  # in the order of their first source
     experts: str | None  # how the model stores them
-    left_out: dict[str, list[str]]  # stored names by the reason for which the program has no such tensor
+    left_out: dict[str, str]  # why the program has no such tensor, by stored name
     unknown: list[str]  # stored names that the family does not know
 
     def tell(self, title: str, holder: str, *, warns: bool = True) -> None:
         """Warn of tensors that are left out, and refuse those that the program does not have."""
-        for reason, names in self.left_out.items() if warns else ():
+        for reason, names in grouped(self.left_out, self.left_out.__getitem__).items() if warns else ():
             if not reason.startswith(_UNSAID):
                 warning("%s: left out (%s): %s", title, reason, some_of(names))
         refuse_unknown(self.unknown, title, holder)
@@ -133,14 +134,12 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
     kept: dict[str, str] = {}
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == form.head and (form.tied or (tied is True and form.leaves_out))):
-            left_out.setdefault(_TIED if name == form.head else buffer, []).append(stored)
+            left_out[stored] = _TIED if name == form.head else buffer
         else:
             kept[name] = stored
     recipes, experts, fused, unplaced = _placed(catalog, config, form, kept)
-    unknown = [stored_by_name[name] for name in unplaced if form.published.role(name) != "buffer"]
-    buffers = [stored_by_name[name] for name in unplaced if form.published.role(name) == "buffer"]
-    if buffers:
-        left_out.setdefault(buffer, []).extend(buffers)
+    left_out |= {stored_by_name[name]: buffer for name in unplaced if form.published.role(name) == "buffer"}
+    unknown = [stored_by_name[name] for name in unplaced if stored_by_name[name] not in left_out]
     if form.complete:
         optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
         for name in config.expected(form.published, stored_by_name):
@@ -213,18 +212,18 @@ def counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
     return counts
 
 
-def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the stored names of a form's tensors by their names in the family's table, and the fate of the rest."""
+def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the stored names of a form's tensors by their names in the family's table, and why others are left out."""
     towers = form.towers if isinstance(form, MmprojForm) else None
     multimodal = towers is None and has_towers(catalog.config or {})
     result: dict[str, str] = {}
-    left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
+    left_out: dict[str, str] = {}
     reasons = {**form.left_out, **_LEFT_OUT}
     layers = None if form.kept_layers is None else config.integer(form.kept_layers)
     for name, stored in stored_names(catalog, catalog.title).items():
         bare = name if towers is not None else name.replace(_LANGUAGE, "")
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
-            left_out.setdefault("language model only", []).append(stored)
+            left_out[stored] = "language model only"
             continue
         bare = _under_usual_name(bare, config, form)
         pattern, numbers = without_numbers(bare)
@@ -234,7 +233,7 @@ def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[d
         if reason is None and towers is not None and not (bare.startswith(towers) or pattern in form.targets):
             reason = "vision part only"
         if reason is not None:
-            left_out.setdefault(reason, []).append(stored)
+            left_out[stored] = reason
             continue
         published = form.published_name(bare)
         if published in result:
