@@ -103,7 +103,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Location) -> None:
         self.folder = folder
-        self.json, self.config = self._read(JSON), self._read(CONFIG)  # None without the file
+        self.json, self.config = self.read(JSON), self.read(CONFIG)  # None without the file
 
     @cached_property
     def model(self) -> SentencePieceModel | None:
@@ -114,14 +114,14 @@ class TokenizerFiles:
     @cached_property
     def tekken(self) -> dict[str, Any] | None:
         """The content of ``tekken.json`` in a folder without ``tokenizer.json``; None without one."""
-        return self._read(TEKKEN) if self.json is None else None
+        return self.read(TEKKEN) if self.json is None else None
 
     @cached_property
     def generation(self) -> dict[str, Any]:
         """The content of ``generation_config.json``; empty without one."""
-        return self._read(GENERATION) or {}
+        return self.read(GENERATION) or {}
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
@@ -137,7 +137,7 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self._read(ADDED) or {}).items()]
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self.read(ADDED) or {}).items()]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
