@@ -552,7 +552,11 @@ def _compare_values(
     a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, stored: bool, threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
     """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
-    blocks = _blocks_of(a, b, shapes) if stored else {}
+    blocks: dict[str, Shape] = {}  # of the bytes of tensors in equal block types, which are compared byte by byte
+    for name, shape in shapes.items() if stored else ():
+        x, y = a.about(name), b.about(name)
+        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
+            blocks[name] = storage_of(x.scheme, shape, None)[0][1]
     shapes = {**shapes, **blocks}
     meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     names = [*shapes]
@@ -601,16 +605,6 @@ def _in_files(catalog: Catalog, names: Sequence[str]) -> tuple[Catalog, Sequence
 
 
 # ---- tensors that are not plain, or not in local files ----
-
-
-def _blocks_of(a: Catalog, b: Catalog, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the bytes of tensors in equal block types, which are compared byte by byte."""
-    result = {}
-    for name, shape in shapes.items():
-        x, y = a.about(name), b.about(name)
-        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
-            result[name] = storage_of(x.scheme, shape, None)[0][1]
-    return result
 
 
 @contextmanager
