@@ -215,7 +215,10 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if vocabulary.kind == "gemma4":
         keys[f"{PREFIX}add_bos_token"] = True
     if vocabulary.kind == "bert":
-        keys |= _word_piece_keys(files, config)
+        normalizer = next(_steps((files.json or {}).get("normalizer"), "normalizers"))
+        flags = {key: normalizer.get(key) for key in ("lowercase", "strip_accents")}
+        keys |= {f"{PREFIX}normalizer.{key}": flag for key, flag in flags.items() if isinstance(flag, bool)}
+        keys[f"{PREFIX}token_type_count"] = gguf.U32(config.integer("type_vocab_size"))
     ends = files.generation.get("eos_token_id") if form.end_of_turn_listed else None
     if isinstance(ends, list) and len(ends) > 1 and type(ends[0]) is int and 0 <= ends[0] < rows:
         keys[f"{PREFIX}eot_token_id"] = gguf.U32(ends[0])
@@ -452,13 +455,6 @@ def _only(files: TokenizerFiles, key: str, inner: str, expected: str) -> list[Ma
         types = ", ".join(show(step.get("type")) for step in steps) or "none"
         raise files.unsupported(f"{JSON} has the {key} {types}, but llama.cpp has {expected}")
     return steps
-
-
-def _word_piece_keys(files: TokenizerFiles, config: ModelConfig) -> dict[str, Any]:
-    normalizer = next(_steps((files.json or {}).get("normalizer"), "normalizers"))
-    flags = {key: normalizer.get(key) for key in ("lowercase", "strip_accents")}
-    keys = {f"{PREFIX}normalizer.{key}": flag for key, flag in flags.items() if isinstance(flag, bool)}
-    return {**keys, f"{PREFIX}token_type_count": gguf.U32(config.integer("type_vocab_size"))}
 
 
 def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
