@@ -7,6 +7,7 @@ with a row per tensor.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -104,24 +105,20 @@ def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int
     for number, rows in groupby(range(len(file)), file.__getitem__):
         by_place.setdefault(places[number], []).extend(rows)
     divided: list[list[int]] = []
-    used: int | None = None  # of the limit by the last piece, if another file can share it
+    used = math.inf  # of the limit by the last piece
     for positions in by_place.values():
-        first = files[file[positions[0]]]
-        if first.unpacked:  # such a file is not divided
-            divided.append(positions)
-            used = None
-            continue
-        used = None if used is not None and used >= _SMALLEST else used  # only small files share a piece
-        # A piece should take no less time than opening its file again.
-        size = sum(map(costs.__getitem__, positions))
-        parts = size // max(1, _TENSOR_COST * first.table.count / _OPENED)
+        first, size = files[file[positions[0]]], sum(map(costs.__getitem__, positions))
+        # A piece should take no less time than opening its file again; an unpacked file is not divided.
+        parts = 1 if first.unpacked else size // max(1, _TENSOR_COST * first.table.count / _OPENED)
         allowed = max(limit, size / max(1, parts) + _TENSOR_COST)
+        used = math.inf if first.unpacked or used >= _SMALLEST else used  # only small files share a piece
         for k in positions:
-            if used is None or used + costs[k] > allowed:
+            if used + costs[k] > allowed:
                 divided.append([])
                 used = 0
             divided[-1] += [k]
             used += costs[k]
+        used = math.inf if first.unpacked else used
     return divided
 
 
