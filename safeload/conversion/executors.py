@@ -235,14 +235,8 @@ class TensorFiles:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
-        # The tensors of each file if the index does not list them, or lists them for another file.
-        self._unlisted: dict[WeightFile, list[str]] = {}
-        for checkpoint in catalog.checkpoints:
-            if checkpoint.index is not None:
-                listed = {(weights, k) for _, weights, k in tensors_of(checkpoint)}
-                for weights in checkpoint.weight_files:
-                    numbered = enumerate(weights.table.names)
-                    self._unlisted[weights] = [name for k, name in numbered if (weights, k) not in listed]
+        indexed = (checkpoint for checkpoint in catalog.checkpoints if checkpoint.index is not None)
+        self._unlisted = {file: names for checkpoint in indexed for file, names in unlisted_in(checkpoint).items()}
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
         tensors = catalog.plain(names, blocks=True) if spans is None else None
         spans = spans if tensors is None else tensors.spans
@@ -292,6 +286,13 @@ class TensorFiles:
             "unknown_globals": recipe.unknown_globals,
             "stored": recipe.stored,
         }
+
+
+def unlisted_in(checkpoint: Checkpoint) -> dict[WeightFile, list[str]]:
+    """Return the tensors of each file that the index does not list, or lists for another file."""
+    listed = {(file, k) for _, file, k in tensors_of(checkpoint)}
+    numbered = {file: enumerate(file.table.names) for file in checkpoint.weight_files}
+    return {file: [name for k, name in names if (file, k) not in listed] for file, names in numbered.items()}
 
 
 def _configs(owner: Checkpoint, coded: Iterable[WeightFile]) -> list[list[Any]]:
