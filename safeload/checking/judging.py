@@ -30,8 +30,8 @@ from .forms import Forms
 
 _F32 = dtypes.BY_CODE["F32"]
 
-# A judgement begins with one of these, and ends with the format of the side with fewer bits, unless no format explains
-# the difference.
+# These words begin a judgement, and the format of the side with fewer bits ends it, unless no format explains the
+# difference.
 EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected of", "calibrated", "damaged", "changed"
 
 

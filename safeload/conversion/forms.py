@@ -213,7 +213,7 @@ def counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
 
 
 def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the stored names of a form's tensors by their names in the family's table, and why others are left out."""
+    """Return the stored names of a form's tensors by their names in the table, and why the rest is left out."""
     towers = form.towers if isinstance(form, MmprojForm) else None
     multimodal = towers is None and has_towers(catalog.config or {})
     result: dict[str, str] = {}
