@@ -222,7 +222,10 @@ def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantiz
     catalog.refuse_codes([name for recipe in laid.recipes.values() for name in recipe.sources], "convert for llama.cpp")
     shapes = {name: recipe.shape for name, recipe in laid.recipes.items()}
     check_tensors(shapes, settings, None, catalog.title, form)
-    own = {name: _dtype_of(catalog, recipe, target) for name, recipe in laid.recipes.items()}
+    own = {}  # codes of dtypes by tensor, unless the converter has another
+    for name, recipe in laid.recipes.items():
+        about = catalog.about(recipe.moves[0].source)
+        own[name] = target.code if target is not None else "BF16" if about.quantized else about.row.code
     fixed = {}
     for name, dtype in ((name, form.dtype_of(name)) for name in own):
         if dtype is not None:
@@ -238,12 +241,6 @@ def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantiz
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
     }
     return RestructuredCatalog(catalog, laid.recipes, metadata=metadata, format="gguf", fixed=fixed)
-
-
-def _dtype_of(catalog: Catalog, recipe: TensorRecipe, target: dtypes.Dtype | None) -> str:
-    """Return the code of the dtype that a tensor gets if the converter has no other for it."""
-    about = catalog.about(recipe.moves[0].source)
-    return about.row.code if target is None and not about.quantized else "BF16" if target is None else target.code
 
 
 def _processor(files: TokenizerFiles) -> dict[str, Any]:
