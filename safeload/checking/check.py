@@ -397,10 +397,14 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         report.add(findings)
     else:
         named, wrapped = _without_wrappers(tensors, catalog.title) if options.schema == "auto" else (tensors, None)
-        if options.schema == "auto" and is_of_mlx(catalog) and changed_by_mlx(config):
+        if isinstance(options.schema, Schema):
+            choice = Choice(options.schema, True)
+        elif options.schema is None or (catalog.format in BY_NAME and BY_NAME[catalog.format].own_names):
+            choice = None
+        elif is_of_mlx(catalog) and changed_by_mlx(config):
             choice, config = choose_for_mlx(config or {})
         else:
-            choice = _choose_schema(config, catalog.format, named, options)
+            choice = choose_part(config, catalog.format, named.keys())
         if wrapped is not None and (choice is not None or any(map(surely_wrapped, tensors))):
             report.add([wrapped])
         debug("validate %s: schema %s", report.source, None if choice is None else choice.schema.name)
@@ -471,17 +475,6 @@ def _without_wrappers(tensors: Descriptions, title: str) -> tuple[Descriptions, 
         return tensors, find("schema.names:wrapped", problem.tensor, problem=problem.args[0])
     named = {bare: tensors[name] for bare, name in stored.items()}
     return named, find("schema.prefix:wrapped", wrapped, wrappers=", ".join(WRAPPERS))
-
-
-def _choose_schema(
-    config: Mapping[str, Any] | None, format: str | None, named: Descriptions, options: CheckSettings
-) -> Choice | None:
-    row = BY_NAME.get(format or "")
-    if isinstance(options.schema, Schema):
-        return Choice(options.schema, True)
-    if options.schema is None or (row is not None and row.own_names):
-        return None
-    return choose_part(config, format, named.keys())
 
 
 def _check_unknown(about: TensorDescription, unknown: Unknown) -> Finding:

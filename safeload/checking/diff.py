@@ -41,7 +41,7 @@ from ..core.thread_group import in_order
 from ..core.weight_file import is_remote
 from ..errors import exported, public
 from .forms import Accounts, Forms, common_form
-from .judging import Judgement, judged, pair_of
+from .judging import judged, pair_of
 from .stats import measure
 
 Shape: TypeAlias = tuple[int, ...]
@@ -204,8 +204,7 @@ class DiffReport(Report):
         *("dtypes", "accounts"),
         ("tensors", lambda report: _by_name(report.tensors)),
         ("common_rows", lambda report: _by_name(report.common_rows)),
-        ("judged", lambda report: {name: judgement.text for name, judgement in report.judged.items()}),
-        "layers",
+        *("judged", "layers"),
     )
 
     def __init__(self, a: str, b: str) -> None:
@@ -222,7 +221,7 @@ class DiffReport(Report):
         self.left_out_a: Mapping[str, str] = {}
         self.left_out_b: Mapping[str, str] = {}
         self.tied: Mapping[str, str] = {}
-        self.judged: dict[str, Judgement] = {}
+        self.judged: dict[str, str] = {}
         self.accounts: Accounts = ({}, {})
         self.norms: Mapping[str, float] = {}  # internal: of the equal tensors in layers with differences
 
@@ -296,7 +295,7 @@ class DiffReport(Report):
                 shown = shorten(entries[:rows], None if columns is None else columns - 2)
                 lines += ["", title, *(f"  {entry}" for entry in (*shown, *more(len(entries), rows)))]
         if self.judged:
-            by_judgement = Counter(judgement.text for judgement in self.judged.values()).items()
+            by_judgement = Counter(self.judged.values()).items()
             lines += ["", "judged by format", *(f"  {plural(n, 'tensor')}: {text}" for text, n in by_judgement)]
         unequal = [*self.unequal.items()]
         if sort is not None:
@@ -483,7 +482,7 @@ def compare(
     if executor is None:
         rows = _compare_values(*catalogs, shapes, stored=stored, threads=threads, progress=progress)
     else:
-        sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
+        sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
         pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
         fields = ((peak, at and tuple(at), *rest) for peak, at, *rest in rows.values())
@@ -553,7 +552,11 @@ def _compare_values(
     a: Catalog, b: Catalog, shapes: Mapping[str, Shape], *, stored: bool, threads: int | None, progress: Progress
 ) -> dict[str, TensorDiff]:
     """Compare tensors up to common shapes: plain tensors of local files together, the rest in batches."""
-    blocks = _blocks_of(a, b, shapes) if stored else {}
+    blocks: dict[str, Shape] = {}  # of the bytes of tensors in equal block types, which are compared byte by byte
+    for name, shape in shapes.items() if stored else ():
+        x, y = a.about(name), b.about(name)
+        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
+            blocks[name] = storage_of(x.scheme, shape, None)[0][1]
     shapes = {**shapes, **blocks}
     meter = Meter(progress, 8 * sum(map(math.prod, shapes.values())))
     names = [*shapes]
@@ -602,16 +605,6 @@ def _in_files(catalog: Catalog, names: Sequence[str]) -> tuple[Catalog, Sequence
 
 
 # ---- tensors that are not plain, or not in local files ----
-
-
-def _blocks_of(a: Catalog, b: Catalog, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the bytes of tensors in equal block types, which are compared byte by byte."""
-    result = {}
-    for name, shape in shapes.items():
-        x, y = a.about(name), b.about(name)
-        if x.scheme is not None and (x.scheme, x.shape, shape) == (y.scheme, y.shape, x.shape):
-            result[name] = storage_of(x.scheme, shape, None)[0][1]
-    return result
 
 
 @contextmanager

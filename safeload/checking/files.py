@@ -21,6 +21,7 @@ import numpy as np
 
 from .. import errors
 from ..conversion.catalog import Catalog
+from ..conversion.executors import unlisted_in
 from ..core.files import Files, LocalStore, Location, keeping_position, read_json
 from ..core.foreign import is_zip
 from ..core.memory import thread_count
@@ -78,13 +79,8 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     ignored = sum(part.end - part.begin for part in catalog.ignored.values())
     if total_size is not None and total_size not in (nbytes, nbytes + scales, nbytes + ignored):
         yield find("index.total_size", index=base, total_size=total_size, nbytes=nbytes + scales)
-    in_index: set[tuple[WeightFile, int]] = {(file, k) for _, file, k in catalog.entries()}
-    yield from (
-        find("index.unlisted", name, shard=os.path.basename(file.path), index=base)
-        for file in catalog.weight_files
-        for k, name in enumerate(file.table.names)
-        if (file, k) not in in_index
-    )
+    for file, names in unlisted_in(catalog.checkpoints[0]).items():
+        yield from (find("index.unlisted", name, shard=os.path.basename(file.path), index=base) for name in names)
 
 
 # ---- CRC-32 ----

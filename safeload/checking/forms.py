@@ -130,7 +130,7 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
         items = recipe.items
         sources = [[*dict.fromkeys(item.sources)] for item in items]
         own = all(len(each) == 1 and uses[each[0]] == 1 for each in sources)
-        stack = own and len(items) > 1 and target in file and tuple(file.about(target).shape) == recipe.shape
+        stack = own and len(items) > 1 and target in file and file.about(target).shape == recipe.shape
         if stack:
             for number, (item, (name,)) in enumerate(zip(items, sources, strict=True)):
                 ours[name] = item
@@ -139,32 +139,25 @@ def _with_file(model: Catalog, file: Catalog) -> Forms:
         name = sources[0][0] if own and len(items) == 1 else target
         ours[name] = recipe
         if target in file:
-            theirs[name] = _whole(file, target)
-    theirs |= {target: _whole(file, target) for target in file if target not in recipes}
+            theirs[name] = file.recipe(target)
+    theirs |= {target: file.recipe(target) for target in file if target not in recipes}
     head, tied = stored_names(model, model.title).get(form.head), {}
     embedding = next(iter(recipes["token_embd.weight"].sources), "") if "token_embd.weight" in recipes else ""
     if embedding in theirs and head is not None and head not in theirs and head not in laid.unknown:
         theirs[head] = theirs[embedding]  # the file has none of its own
-        ours.setdefault(head, _whole(model, head))
+        ours.setdefault(head, model.recipe(head))
         tied[head] = embedding
     elif embedding in ours and head is None and "output.weight" in theirs:
         ours["output.weight"] = ours[embedding]
         tied["output.weight"] = embedding
-    left_out = {name: why for why, listed in laid.left_out.items() for name in listed if name not in ours}
+    left_out = {name: why for name, why in laid.left_out.items() if name not in ours}
     for name in laid.unknown:
-        ours[name] = _whole(model, name)
+        ours[name] = model.recipe(name)
     without = {name: _ROTATIONS for name in ROPE_TENSORS if name in theirs and name not in recipes}
     for name in without:
         del theirs[name]
-    sides = [
-        RestructuredCatalog(base, new, metadata=base.metadata, config=base.config, restored=_F32, for_engine=True)
-        for base, new in ((model, ours), (file, theirs))
-    ]
-    return Forms((sides[0], sides[1]), f"layout of llama.cpp ({form.title})", (left_out, without), tied)
-
-
-def _whole(catalog: Catalog, name: str) -> TensorRecipe:
-    return TensorRecipe(tuple(catalog.about(name).shape), (Move(name),))
+    sides = RestructuredCatalog(model, ours, restored=_F32), RestructuredCatalog(file, theirs, restored=_F32)
+    return Forms(sides, f"layout of llama.cpp ({form.title})", (left_out, without), tied)
 
 
 def _with_common_names(a: Catalog, b: Catalog) -> tuple[tuple[Catalog, Catalog], str]:
@@ -194,21 +187,21 @@ def _renamed(catalog: Catalog, places: Mapping[str, Any]) -> Catalog:
         return catalog
     recipes = {name: recipe for name, place in places.items() if (recipe := _placed(catalog, place)) is not None}
     used = {source for recipe in recipes.values() for source in recipe.sources}
-    unplaced = {name: _whole(catalog, name) for name in catalog if name not in used}
+    unplaced = {name: catalog.recipe(name) for name in catalog if name not in used}
     if unplaced.keys() & recipes.keys():  # every tensor must stay
         return catalog
     recipes |= unplaced
-    return RestructuredCatalog(catalog, recipes, metadata=catalog.metadata, config=catalog.config, for_engine=True)
+    return RestructuredCatalog(catalog, recipes)
 
 
 def _placed(catalog: Catalog, place: Place | Stacked) -> TensorRecipe | None:
     """Return the recipe of a tensor of the model; None if it is computed, or if shapes do not allow it."""
     if isinstance(place, str):
-        return _whole(catalog, place)
+        return catalog.recipe(place)
     if isinstance(place, Unmapped):
         return None
     stored = place.stored if isinstance(place, Joined) else (place.stored,)
-    shapes = [tuple(catalog.about(name).shape) for name in stored]
+    shapes = [catalog.about(name).shape for name in stored]
     (rows, *columns), *_ = (shape[isinstance(place, Stacked) :] or (0,) for shape in shapes)
     if isinstance(place, Joined):
         ends = [*accumulate(next(iter(shape), 0) for shape in shapes)]

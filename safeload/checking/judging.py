@@ -30,24 +30,15 @@ from .forms import Forms
 
 _F32 = dtypes.BY_CODE["F32"]
 
-EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected", "calibrated", "damaged", "changed"
-
-
-class Judgement(NamedTuple):
-    """A format's verdict on the difference of a tensor."""
-
-    kind: str  # "as expected", "calibrated", "damaged", or "changed" if no format explains a difference
-    format: str  # of the side with fewer bits; "" for "changed"
-
-    @property
-    def text(self) -> str:
-        """The judgement in words: "as expected of q4_k"."""
-        return f"{self.kind}{' of' if self.kind == EXPECTED else ''} {self.format}".rstrip()
+# These words begin a judgement, and the format of the side with fewer bits ends it, unless no format explains the
+# difference.
+EXPECTED, CALIBRATED, DAMAGED, CHANGED = "as expected of", "calibrated", "damaged", "changed"
 
 
 class _Format(NamedTuple):
     """The error of a format."""
 
+    label: str
     bits: float  # 0 for values that are not rounded, such as integers
     block: int = 0  # elements along a row that share a scale; 0 for the whole row, `_TENSOR` for all rows
     step: float = 0.0  # bound by the largest magnitude of a block; 0 if no bound is known
@@ -97,16 +88,16 @@ def pair_of(forms: Forms, name: str, threads: int | None) -> Callable[[], tuple[
     return pair
 
 
-def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> Judgement:
-    """Judge a tensor, which is read only if its formats differ."""
+def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> str:
+    """Judge a tensor, which is read only if its formats differ: "as expected of q4_k"."""
     formats = [_format_of(forms, side, name) for side in (0, 1)]
-    coarse = min((0, 1), key=lambda side: (formats[side][1].bits, -formats[side][1].relative))
-    label, rule = formats[coarse]
-    other, own = formats[1 - coarse]
-    if other.endswith(_AS_COMPUTED):  # from values that were rounded once more
-        rule = rule._replace(relative=rule.relative + own.relative)
-    if formats[0][0] == formats[1][0] or not all(rule.bits for _, rule in formats):
-        return Judgement(CHANGED, "")
+    coarse = min((0, 1), key=lambda side: (formats[side].bits, -formats[side].relative))
+    rule, fine = formats[coarse], formats[1 - coarse]
+    label = rule.label
+    if fine.label.endswith(_AS_COMPUTED):  # from values that were rounded once more
+        rule = rule._replace(relative=rule.relative + fine.relative)
+    if label == fine.label or not (rule.bits and fine.bits):
+        return CHANGED
     got, true = pair()[coarse], pair()[1 - coarse]
     rows, size = max(1, _ROWS // max(1, got.shape[1])), min(max(rule.block, 0) or BLOCK, BLOCK)
     whole = rule.block == _TENSOR or rule.nested
@@ -116,7 +107,7 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
     for begin in range(0, len(got), rows):
         x, y = (array[begin : begin + rows].astype(np.float32) for array in (true, got))
         if not np.array_equal(np.isfinite(x), np.isfinite(y)):
-            return Judgement(DAMAGED, label)
+            return f"{DAMAGED} {label}"
         beyond += int(np.count_nonzero(np.abs(x - y) > _bound(rule, x, ends)))
         xx, yy, dd = (np.add.reduceat(np.square(z), starts, axis=1, dtype=np.float64) for z in (x, y, x - y))
         lone = lone or _has_lone_block(xx, dd)
@@ -130,12 +121,12 @@ def judged(forms: Forms, name: str, pair: Callable[[], tuple[Array, Array]]) -> 
         sums += dots.sum(), norms.sum(), norms_of_y.sum()
     bounded = bool(rule.step or rule.ranged or rule.relative)
     if bounded and not beyond:
-        return Judgement(EXPECTED, label)
+        return f"{EXPECTED} {label}"
     of_row, of_tensor = next(least for bits, *least in reversed(_LEAST) if bits <= max(1.0, rule.bits))
     alike = not lone and least >= of_row and sums[0] >= of_tensor * (sums[1] * sums[2]) ** 0.5
     if alike and not bounded:
-        return Judgement(EXPECTED, label)
-    return Judgement(CALIBRATED if alike and rule.calibrates else DAMAGED, label)
+        return f"{EXPECTED} {label}"
+    return f"{CALIBRATED if alike and rule.calibrates else DAMAGED} {label}"
 
 
 def _has_lone_block(norms: Array, residuals: Array) -> bool:
@@ -167,16 +158,16 @@ def _bound(rule: _Format, values: Array, ends: tuple[float, float]) -> Array:
     return bound
 
 
-def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
-    """Return the label of a tensor's format, and its error."""
+def _format_of(forms: Forms, side: int, name: str) -> _Format:
+    """Return the error of a tensor's format."""
     catalog, (stored, *_) = forms.stored(side, name)
     about, packed = catalog.about(stored), catalog.packed(stored)
     label = about.scheme or about.code
     if about.scheme is None and forms.computed(side, name):
-        return label + _AS_COMPUTED, _Format(_F32.bits, 1, 0, 0, _ROUNDING.get(label, 0.0) + _COMPUTED)
+        return _Format(label + _AS_COMPUTED, _F32.bits, 1, 0, 0, _ROUNDING.get(label, 0.0) + _COMPUTED)
     if about.scheme is None:
         rounding = {**_ROUNDING, **_FLOAT8}.get(label)
-        return label, _Format(0 if rounding is None else about.row.bits, 1, 0, 0, rounding or 0.0)
+        return _Format(label, 0 if rounding is None else about.row.bits, 1, 0, 0, rounding or 0.0)
     if packed is not None and packed.packing.numbers not in BLOCKS:
         numbers, bits, grid = packed.packing.numbers, packed.packing.bits, packed.packing.grid
         block = 0
@@ -185,22 +176,22 @@ def _format_of(forms: Forms, side: int, name: str) -> tuple[str, _Format]:
             block = block if down == 1 else _TENSOR
         table = next((gap for key, gap in _TABLES.items() if key == numbers or label.startswith(key)), 0.0)
         if numbers in _FLOAT8:
-            return label, _Format(8, block, table + 2.0**-15, 0, _FLOAT8[numbers] * 1.01)
+            return _Format(label, 8, block, table + 2.0**-15, 0, _FLOAT8[numbers] * 1.01)
         if table:
             nested = _NESTED if packed.packing.scale_rule == NESTED_RULE else 0.0
-            return label, _Format(bits, block, table, nested=nested, calibrates=label[:3] != "nf4")
+            return _Format(label, bits, block, table, nested=nested, calibrates=label[:3] != "nf4")
         if numbers in _INTEGERS:
             bits = min(bits, bits_of(label))  # 4 bits can be stored in bytes
             coarse = 2.0**-8 if BIAS in packed.parts else 0  # of scales and biases in bfloat16
-            return label, _Format(bits, block, 0, 1 / (2**bits - 1) + coarse, calibrates=True)
-        return label, _Format(bits, calibrates=True)
+            return _Format(label, bits, block, 0, 1 / (2**bits - 1) + coarse, calibrates=True)
+        return _Format(label, bits, calibrates=True)
     if about.scheme == INT8:
-        return label, _Format(8, 0, 0.5 / 127)
+        return _Format(label, 8, 0, 0.5 / 127)
     known = BLOCKS.get(about.scheme)
     if known is not None:
         step, ranged = (0.0, known.error) if known.zero == BIAS else (known.error, 0.0)
         has_imatrix = "quantize.imatrix.file" in forms.catalogs[side].metadata
-        return label, _Format(known.bits, known.columns, step, ranged, calibrates=has_imatrix)
+        return _Format(label, known.bits, known.columns, step, ranged, calibrates=has_imatrix)
     blocks = dtypes.BLOCK_TYPES.get(about.scheme)
     share = 1.0 if blocks is None else 8.0 * blocks.block_bytes / blocks.block
-    return label, _Format(min(share, 4.0), calibrates=True)
+    return _Format(label, min(share, 4.0), calibrates=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..core.files import LOCAL, read_json
 from ..core.foreign import DCP_SUFFIX
-from ..core.names import natural_key
+from ..core.names import grouped, natural_key
 from ..core.registry import DCP, ROWS
 from ..core.showing import Report, table
 from ..core.text import PathLike, native_path, os_error, plural, printable, size
@@ -212,12 +212,9 @@ def _of_hub(failures: list[OSError]) -> Iterator[LocalModel]:
         for commit in repository.commits():
             ref = refs.get(commit, commit)
             at = "" if ref == "main" else f"@{ref.replace('/', '%2F')}"
-            inner: dict[str, list[str]] = {}
-            for path in sorted(repository.files(commit)):
-                folder, _, file = path.rpartition("/")
-                inner.setdefault(folder, []).append(file)
-            for folder, files in inner.items():
-                parts = [*filter(None, folder.split("/"))]
+            inner = grouped(sorted(repository.files(commit)), lambda path: path.rpartition("/")[0])
+            for folder, paths in inner.items():
+                parts, files = [*filter(None, folder.split("/"))], [path.rpartition("/")[2] for path in paths]
                 place = os.path.join(repository.path, "snapshots", commit, *parts)
                 # Old names without an owner have no URL.
                 yield from _models(place, files, "/".join((f"{name}{at}", *parts)), HUB, on_hub="/" in name)

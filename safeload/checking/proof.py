@@ -29,7 +29,7 @@ from .diff import DiffReport, compare
 from .factors import Factors, factors_of, undone
 from .findings import Finding, find
 from .forms import Forms, common_form
-from .judging import BLOCK, CALIBRATED, CHANGED, DAMAGED, EXPECTED, judged, pair_of
+from .judging import BLOCK, CALIBRATED, EXPECTED, judged, pair_of
 
 _CLOSE = 0.35  # largest relative difference of an operation that explains a tensor; unrelated tensors have 1.4
 _ESTIMATED = 0.45  # likewise of estimated factors: codes of 4 bits move rows of outliers by a third
@@ -190,10 +190,10 @@ def _changed(
     calibrated: list[str] = []
     for name in names:
         pair = pair_of(forms, name, threads)
-        kind = judged(forms, name, pair).kind
-        if kind == CALIBRATED:
+        judgement = judged(forms, name, pair)
+        if judgement.startswith(CALIBRATED):
             calibrated.append(name)
-        elif kind in (DAMAGED, CHANGED) and not _is_rounded_norm(name, *pair()):
+        elif not judgement.startswith(EXPECTED) and not _is_rounded_norm(name, *pair()):
             a, b = _floats(pair)
             causes[name] = _cause(forms, name, a, b)
             factors |= _factors(forms, name, a, b)
@@ -205,7 +205,7 @@ def _changed(
         if layer_of(name) in layers:
             factors |= _factors(forms, name, *_floats(pair_of(forms, name, threads)))
     everything = forms.catalogs[0]
-    shapes = {name: tuple(everything.about(name).shape) for name in everything if causes}
+    shapes = {name: everything.about(name).shape for name in everything if causes}
     excused = undone(factors, shapes) & causes.keys()
     places = _places(samples, shapes)
     ordered = sorted((name for name in causes if name not in excused), key=lambda name: name not in places)
@@ -247,7 +247,7 @@ def _factors(forms: Forms, name: str, a: Array, b: Array) -> dict[str, Factors]:
 def _explains(forms: Forms, name: str, b: Array, a: Array) -> bool:
     """Return True if rounding makes a tensor ``b`` of the result from ``a``."""
     coarse = forms.quantized(name)  # so factors are estimates
-    return _is(a, b, _ESTIMATED if coarse else _EXACT) or judged(forms, name, lambda: (a, b)).kind == EXPECTED
+    return _is(a, b, _ESTIMATED if coarse else _EXACT) or judged(forms, name, lambda: (a, b)).startswith(EXPECTED)
 
 
 def _places(samples: Mapping[str, tuple[Array, Array]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

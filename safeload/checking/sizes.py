@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from ..conversion.arranging import arranged
-from ..conversion.catalog import Catalog, Given, RestructuredCatalog, TensorDescription
+from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.quantize import WEIGHTS, Encoding, SchemeName
 from ..conversion.rules import EngineRules, Rules, check_restorable, schema_of, tied_heads
 from ..core import dtypes
@@ -72,10 +72,10 @@ def sizes(source: Given) -> Sizes:
             return total
 
         def encoded(preset: str) -> int:
-            layout, own = arranged(catalog, presets()[preset], told=False), kinds
+            layout, own_schema, own = arranged(catalog, presets()[preset], told=False), schema, kinds
             if layout is not catalog:  # it has the names of the engine
-                own = [(layout.about(name), 1) for name in layout]
-            own_schema = schema_of(layout) if isinstance(layout, RestructuredCatalog) else schema
+                own_schema = schema_of(layout)
+                own = _kinds(layout, own_schema)
             rules = EngineRules(presets()[preset], None, layout, own_schema, chosen=layout.config is None)
             total, is_quantized = 0, False
             for about, number in own:
@@ -84,14 +84,13 @@ def sizes(source: Given) -> Sizes:
                     continue
                 plan = rules.plan(name, about)
                 scheme = plan.scheme
+                is_quantized |= plan.already or scheme is not None
                 if plan.already:
-                    is_quantized = True
                     total += number * about.nbytes
                 elif scheme is None:
                     row = rules.kept_dtype(about, None)
                     total += number * (about.nbytes if row is None else row.nbytes(math.prod(about.shape)))
                 else:
-                    is_quantized = True
                     row = rules.weight_dtype(about, None)
                     if layout.scheme(name) is not None:
                         with suppress(codes.Immovable):  # scales keep their dtype if codes move

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
+from ..core.names import grouped
 from ..core.text import error_about, show
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -60,7 +61,7 @@ def arranged(catalog: Catalog, preset: Preset, *, results: Collection[str] | Non
     if not (names or stacks):
         return catalog
     catalog.refuse_codes(catalog, f"convert to {preset.name}")
-    return _for_engine(catalog, _parts(catalog, names, stacks))
+    return RestructuredCatalog(catalog, _parts(catalog, names, stacks))
 
 
 def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -84,12 +85,6 @@ def _published(catalog: Catalog, model_type: str) -> tuple[dict[str, str], dict[
         elif layers + rest in older:
             names[name] = with_numbers(prefix + older[layers + rest], numbers)
     return names, stacks
-
-
-def _for_engine(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> RestructuredCatalog:
-    return RestructuredCatalog(
-        catalog, recipes, metadata=catalog.metadata, config=catalog.config, format=catalog.format, for_engine=True
-    )
 
 
 def like(catalog: Catalog, other: Catalog) -> Catalog:
@@ -127,7 +122,7 @@ def _parts(catalog: Catalog, names: Mapping[str, str], stacks: Mapping[str, Sequ
     """Return all tensors of a model, with separate experts."""
     parts = {}
     for name in catalog:
-        shape, modules = tuple(catalog.about(name).shape), stacks.get(name, ())
+        shape, modules = catalog.about(name).shape, stacks.get(name, ())
         if not modules or len(shape) != 3:
             parts[names.get(name, name)] = TensorRecipe(shape, (Move(name),))
             continue
@@ -169,15 +164,13 @@ def _to_mlx(catalog: Catalog, preset: Preset, form: MlxForm, *, whole: bool, tol
     recipes = {prefix + name: recipe for name, recipe in _with_dtypes(catalog, recipes).items()}
     if all(recipe.renamed == name for name, recipe in recipes.items()) and len(recipes) == len(catalog):
         return catalog
-    return _for_engine(catalog, recipes)
+    return RestructuredCatalog(catalog, recipes)
 
 
 def _check_layers(recipes: Mapping[str, TensorRecipe], config: ModelConfig, form: MlxForm, title: str) -> None:
     """Refuse layers that mlx-lm does not have, and layers without what it has in each."""
-    layers: dict[int, list[str]] = {}
-    for name in recipes:
-        if numbers := without_numbers(name)[1]:
-            layers.setdefault(int(numbers[0]), []).append(name)
+    numbers = {name: int(number) for name in recipes for number in without_numbers(name)[1][:1]}
+    layers = grouped(numbers, numbers.__getitem__)
     known = config.find(form.keys["block_count"].config) is not None  # else mlx-lm refuses the config by itself
     count = config.size("block_count") if known else len(layers)
     beyond = min((layer for layer in layers if layer >= count), default=None)
@@ -221,10 +214,8 @@ def from_mlx(catalog: Catalog) -> Catalog:
     }
     if prefix:
         config, form = config_of_text(catalog, form, config), form.of_text
-    bare = {
-        name.removeprefix(prefix): TensorRecipe(tuple(catalog.about(name).shape), (Move(name),)) for name in catalog
-    }
-    inner = _for_engine(catalog, bare) if prefix else catalog
+    bare = {name.removeprefix(prefix): catalog.recipe(name) for name in catalog}
+    inner = RestructuredCatalog(catalog, bare) if prefix else catalog
     settings = ModelConfig(config, catalog.title, form)
     recipes = published_recipes(inner, settings, form, SINGLE)
     refuse_missing(inner, recipes, settings, form)

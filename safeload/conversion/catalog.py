@@ -380,6 +380,10 @@ class Catalog:
             return TensorDescription(name, INT8, shape, nbytes + scale.end - scale.begin, row, False, INT8, scale.axis)
         return TensorDescription(name, row.name, shape, nbytes, row, row.floating, row.name if row.blocked else None)
 
+    def recipe(self, name: str) -> TensorRecipe:
+        """Return the recipe of an unchanged tensor."""
+        return TensorRecipe(self.about(name).shape, (Move(name),))
+
     def descriptions(self, names: Collection[str], tensors: Tensors | None = None) -> dict[str, TensorDescription]:
         """Describe tensors without reading them, in columns if all are plain; see `about`."""
         # `tensors` has them if they are plain or in blocks, and known already.
@@ -396,10 +400,7 @@ class Catalog:
 
     def sizes(self, names: Collection[str]) -> dict[str, int]:
         """Return the stored bytes of tensors; see `TensorDescription.nbytes`."""
-        tensors = self.plain(names)
-        if tensors is None:
-            return {name: about.nbytes for name, about in self.descriptions(names).items()}
-        return dict(zip(tensors.names, tensors.spans.sizes.tolist(), strict=True))
+        return {name: about.nbytes for name, about in self.descriptions(names).items()}
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read unreadable entries."""
@@ -629,24 +630,25 @@ class RestructuredCatalog(Catalog):
         base: Catalog,
         recipes: Mapping[str, TensorRecipe],
         *,
-        metadata: Mapping[str, Any],
+        # None for a model as another program loads it: it keeps its metadata, config and format, and tensors that are
+        # only renamed stay as they are stored.
+        metadata: Mapping[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         format: str | None = None,  # of the structure: "gguf" for names of llama.cpp
         fixed: Mapping[str, str] = MappingProxyType({}),
         restored: dtypes.Dtype | None = None,  # of dequantized tensors; None for that of the config, else bfloat16
-        for_engine: bool = False,  # True to leave the tensors that are only renamed as they are stored
     ) -> None:
         super().__init__(base._origins, base.mapped)
         self.base = base
         self.recipes = recipes
         self._restored = restored or dtype_in(base.config) or _BF16
-        self.for_engine = for_engine
+        self.for_engine = metadata is None
         self.fixed = fixed
         self.texts = base.texts
-        self.metadata = metadata
-        self.config = config
-        self.format = format
-        self.ignored = base.ignored if for_engine else {}
+        self.metadata = base.metadata if metadata is None else metadata
+        self.config = base.config if metadata is None else config
+        self.format = base.format if metadata is None else format
+        self.ignored = base.ignored if metadata is None else {}
         self.codes = {}  # sources with codes are refused
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes

@@ -273,11 +273,11 @@ def _at_once(src: Given | Sequence[Given], request: ConvertRequest) -> ConvertRe
             with store.staging(name) as staged:
                 nbytes, text = _write_file(outputs, request, staged, meter.add, record)
             if text is not None:
-                with store.staging(origin.name_for(name)) as staged:
+                with store.staging(f"{name}.{origin.ORIGIN_NAME}") as staged:
                     Path(staged).write_bytes(text)
         else:
             beside = destinations.Output(
-                "record=", origin.name_for(path), "record", origin.is_manifest, overwrite, catalog.files
+                "record=", f"{path}.{origin.ORIGIN_NAME}", "record", origin.is_manifest, overwrite, catalog.files
             )
             if record is not None:
                 beside.check()
@@ -333,18 +333,19 @@ def _write_folder(
         names = free_names(folder, [*shards])
         shards = {names[file]: shard for file, shard in shards.items()}
         files = dict(outputs.files)
+        config = decide.config_for(outputs, folder, request)
+        if config is not None:
+            files[CONFIG] = destinations.config_text(config)
         if parameters is not None or [*shards] != [SINGLE]:
             stored = destinations.weight_map({file: shard.stored for file, shard in shards.items()})
             files[INDEX] = destinations.index_text(stored, outputs.nbytes, parameters)
-        config = destinations.config_text(decide.config_for(outputs, folder, request))
     writers = {file: partial(shard.writer, written) for file, shard in shards.items()}
     nbytes = destinations.write_shards(
         writers,
         files,
         folder,
         overwrite=request.overwrite,
-        config=config,
-        record=None if record is None else partial(origin.with_record, record, files, config),
+        record=None if record is None else partial(origin.with_record, record, files),
     )
     # Files of an older model beside a new tokenizer: transformers prefers some to the new ones.
     new_tokenizer = request.overwrite and any(isinstance(content, bytes) for content in outputs.files.values())

@@ -498,10 +498,12 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
 
     if restored and model_of(catalog.metadata) is not None:
         return gguf_models.from_comfyui(catalog, request.chosen(catalog))
+    in_gguf = catalog.format == "gguf"
     unnamed = not restored and gguf_form(catalog.config)[0] is None
-    diffusion, part = gguf_models.recognized(catalog) if unnamed else None, request.options["part"]
-    if part is not None and (unnamed or catalog.format == "gguf"):
-        why = "is a GGUF file already" if catalog.format == "gguf" else "has no config.json that names a class"
+    diffusion = gguf_models.recognized(catalog) if unnamed and not in_gguf else None
+    part = request.options["part"]
+    if part is not None and (unnamed or in_gguf):
+        why = "is a GGUF file already" if in_gguf else "has no config.json that names a class"
         raise ValueError(f"part= selects a part of a model of transformers, but {catalog.title} {why}")
     if unnamed and diffusion is None:
         return catalog
@@ -519,7 +521,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
         return gguf_models.tower_to_llama_cpp(catalog, target, quantized=request.options["quantize"] is not None)
     if diffusion is not None:
         return gguf_models.to_comfyui(catalog, diffusion)
-    return gguf_models.to_llama_cpp(catalog, blocks=target is None)
+    return catalog if in_gguf else gguf_models.to_llama_cpp(catalog, blocks=target is None)
 
 
 def _in_names_of(catalog: Catalog, request: ConvertRequest) -> ConvertRequest:

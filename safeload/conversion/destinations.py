@@ -30,7 +30,7 @@ from ..core.safetensors import ROOM, FileWriter, source_of
 from ..core.tensors import Lazy, LazyParts
 from ..core.text import PathLike, absolute, native_path, parse_size, show, warning
 from ..errors import RemotePermissionError, SafetensorError, UnsupportedError, unsaved
-from ..formats.folder import INDEX, SINGLE
+from ..formats.folder import CONFIG, INDEX, SINGLE
 from ..models.choosing import with_dtype
 from ..quant.quantization import OWN, QUANTIZATION, is_own, quantization_of, without_quantization
 from ..remote import url as urls
@@ -523,13 +523,12 @@ def write_shards(
     sink: Sink,
     *,
     overwrite: bool,
-    config: bytes | None = None,
     # Adds the record of origin to ``files``, given size and SHA-256 of the shards.
     record: Callable[[Mapping[str, Any]], Mapping[str, bytes | Location]] | None = None,
 ) -> int:
     """Write a folder of shards and the files beside them, and return the bytes of the shards."""
     written, entries = 0, dict[str, Any]()
-    with sink.begin(overwrite=overwrite, config=config):
+    with sink.begin(overwrite=overwrite, config=files.get(CONFIG)):
         for name, shard in shards.items():
             writer = shard()
             with nullcontext() if record is None else Digest() as digest:
@@ -567,9 +566,9 @@ def write_tensors(
     write_shards(writers, index, sink, overwrite=overwrite)
 
 
-def config_text(config: Mapping[str, Any] | None) -> bytes | None:
-    """Return the content of a ``config.json``; None to write none."""
-    return None if config is None else (json.dumps(dict(config), indent=2) + "\n").encode()
+def config_text(config: Mapping[str, Any]) -> bytes:
+    """Return the content of a ``config.json``."""
+    return (json.dumps(dict(config), indent=2) + "\n").encode()
 
 
 def index_text(

@@ -7,6 +7,7 @@ with a row per tensor.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -104,24 +105,20 @@ def groups(sizes: Sequence[int], files: Sequence[WeightFile], file: Sequence[int
     for number, rows in groupby(range(len(file)), file.__getitem__):
         by_place.setdefault(places[number], []).extend(rows)
     divided: list[list[int]] = []
-    used: int | None = None  # of the limit by the last piece, if another file can share it
+    used = math.inf  # of the limit by the last piece
     for positions in by_place.values():
-        first = files[file[positions[0]]]
-        if first.unpacked:  # such a file is not divided
-            divided.append(positions)
-            used = None
-            continue
-        used = None if used is not None and used >= _SMALLEST else used  # only small files share a piece
-        # A piece should take no less time than opening its file again.
-        size = sum(map(costs.__getitem__, positions))
-        parts = size // max(1, _TENSOR_COST * first.table.count / _OPENED)
+        first, size = files[file[positions[0]]], sum(map(costs.__getitem__, positions))
+        # A piece should take no less time than opening its file again; an unpacked file is not divided.
+        parts = 1 if first.unpacked else size // max(1, _TENSOR_COST * first.table.count / _OPENED)
         allowed = max(limit, size / max(1, parts) + _TENSOR_COST)
+        used = math.inf if first.unpacked or used >= _SMALLEST else used  # only small files share a piece
         for k in positions:
-            if used is None or used + costs[k] > allowed:
+            if used + costs[k] > allowed:
                 divided.append([])
                 used = 0
             divided[-1] += [k]
             used += costs[k]
+        used = math.inf if first.unpacked else used
     return divided
 
 
@@ -238,14 +235,8 @@ class TensorFiles:
         check_paths(catalog, argument)
         self._checkpoints = catalog.checkpoints
         self._owners = {file: k for k, owner in enumerate(self._checkpoints) for file in owner.weight_files}
-        # The tensors of each file if the index does not list them, or lists them for another file.
-        self._unlisted: dict[WeightFile, list[str]] = {}
-        for checkpoint in catalog.checkpoints:
-            if checkpoint.index is not None:
-                listed = {(weights, k) for _, weights, k in tensors_of(checkpoint)}
-                for weights in checkpoint.weight_files:
-                    numbered = enumerate(weights.table.names)
-                    self._unlisted[weights] = [name for k, name in numbered if (weights, k) not in listed]
+        indexed = (checkpoint for checkpoint in catalog.checkpoints if checkpoint.index is not None)
+        self._unlisted = {file: names for checkpoint in indexed for file, names in unlisted_in(checkpoint).items()}
         self._further: dict[int, list[int]] = {}  # files of scales and of other parts, by the index of the tensor
         tensors = catalog.plain(names, blocks=True) if spans is None else None
         spans = spans if tensors is None else tensors.spans
@@ -295,6 +286,13 @@ class TensorFiles:
             "unknown_globals": recipe.unknown_globals,
             "stored": recipe.stored,
         }
+
+
+def unlisted_in(checkpoint: Checkpoint) -> dict[WeightFile, list[str]]:
+    """Return the tensors of each file that the index does not list, or lists for another file."""
+    listed = {(file, k) for _, file, k in tensors_of(checkpoint)}
+    numbered = {file: enumerate(file.table.names) for file in checkpoint.weight_files}
+    return {file: [name for k, name in names if (file, k) not in listed] for file, names in numbered.items()}
 
 
 def _configs(owner: Checkpoint, coded: Iterable[WeightFile]) -> list[list[Any]]:

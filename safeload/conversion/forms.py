@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.names import grouped
 from ..core.text import error_about, plural, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.choosing import TIE
@@ -108,12 +109,12 @@ class LaidOut(NamedTuple):
 
     recipes: dict[str, TensorRecipe]  # in the order of their first source
     experts: str | None  # how the model stores them
-    left_out: dict[str, list[str]]  # stored names by the reason for which the program has no such tensor
+    left_out: dict[str, str]  # why the program has no such tensor, by stored name
     unknown: list[str]  # stored names that the family does not know
 
     def tell(self, title: str, holder: str, *, warns: bool = True) -> None:
         """Warn of tensors that are left out, and refuse those that the program does not have."""
-        for reason, names in self.left_out.items() if warns else ():
+        for reason, names in grouped(self.left_out, self.left_out.__getitem__).items() if warns else ():
             if not reason.startswith(_UNSAID):
                 warning("%s: left out (%s): %s", title, reason, some_of(names))
         refuse_unknown(self.unknown, title, holder)
@@ -133,14 +134,12 @@ def laid_out(catalog: Catalog, config: ModelConfig, form: GgufForm) -> LaidOut:
     kept: dict[str, str] = {}
     for name, stored in stored_by_name.items():
         if name.endswith(_BUFFERS) or (name == form.head and (form.tied or (tied is True and form.leaves_out))):
-            left_out.setdefault(_TIED if name == form.head else buffer, []).append(stored)
+            left_out[stored] = _TIED if name == form.head else buffer
         else:
             kept[name] = stored
     recipes, experts, fused, unplaced = _placed(catalog, config, form, kept)
-    unknown = [stored_by_name[name] for name in unplaced if form.published.role(name) != "buffer"]
-    buffers = [stored_by_name[name] for name in unplaced if form.published.role(name) == "buffer"]
-    if buffers:
-        left_out.setdefault(buffer, []).extend(buffers)
+    left_out |= {stored_by_name[name]: buffer for name in unplaced if form.published.role(name) == "buffer"}
+    unknown = [stored_by_name[name] for name in unplaced if stored_by_name[name] not in left_out]
     if form.complete:
         optional = {source for entry in form.schema.entries if entry.optional for source in form.layouts[entry.name]}
         for name in config.expected(form.published, stored_by_name):
@@ -182,7 +181,7 @@ def _placed(
             own = numbers if layout.number is None else [str(config.integer(layout.number, layer)), *numbers[1:]]
             target = with_numbers(place, own)
             if layout.stack and int(numbers[1]) < MAX_EXPERTS:
-                recipe = TensorRecipe(tuple(catalog.about(stored).shape), (Move(stored),))
+                recipe = catalog.recipe(stored)
                 experts.setdefault(target, {})[int(numbers[1])] = recipe
                 recipes.setdefault(target, recipe)  # in its place until all experts are found
                 placed = True
@@ -213,18 +212,18 @@ def counted(catalog: Catalog, form: GgufForm) -> dict[str, int]:
     return counts
 
 
-def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the stored names of a form's tensors by their names in the family's table, and the fate of the rest."""
+def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the stored names of a form's tensors by their names in the table, and why the rest is left out."""
     towers = form.towers if isinstance(form, MmprojForm) else None
     multimodal = towers is None and has_towers(catalog.config or {})
     result: dict[str, str] = {}
-    left_out: dict[str, list[str]] = {}  # by the reason for which they are left out
+    left_out: dict[str, str] = {}
     reasons = {**form.left_out, **_LEFT_OUT}
     layers = None if form.kept_layers is None else config.integer(form.kept_layers)
     for name, stored in stored_names(catalog, catalog.title).items():
         bare = name if towers is not None else name.replace(_LANGUAGE, "")
         if multimodal and (bare.startswith(_TOWERS) or any(part in bare for part in _TOWER_PARTS)):
-            left_out.setdefault("language model only", []).append(stored)
+            left_out[stored] = "language model only"
             continue
         bare = _under_usual_name(bare, config, form)
         pattern, numbers = without_numbers(bare)
@@ -234,7 +233,7 @@ def _own_names(catalog: Catalog, config: ModelConfig, form: GgufForm) -> tuple[d
         if reason is None and towers is not None and not (bare.startswith(towers) or pattern in form.targets):
             reason = "vision part only"
         if reason is not None:
-            left_out.setdefault(reason, []).append(stored)
+            left_out[stored] = reason
             continue
         published = form.published_name(bare)
         if published in result:
@@ -257,7 +256,7 @@ def _under_usual_name(name: str, config: ModelConfig, form: GgufForm) -> str:
 
 def _recipe(catalog: Catalog, config: ModelConfig, layout: GgufLayout, name: str, target: str) -> TensorRecipe | None:
     """Return how a published tensor becomes a tensor, or the part of all experts; None if it does not fit."""
-    shape = tuple(catalog.about(name).shape)
+    shape = catalog.about(name).shape
     if layout.inputs is not None and shape[-1:] == ((width := config.integer(layout.inputs)),):
         if shape[-2:-1] == (width,):
             raise error_about(FormatError, f"{list(shape)} does not show whether it is transposed", tensor=name)
@@ -341,7 +340,7 @@ def published_recipes(catalog: Catalog, config: ModelConfig, form: GgufForm, exp
         if len(form.sources[pattern]) > 1:  # the config can exclude some
             sources = [source for source in sources if config.has(form.published, source[0], numbers)] or sources
         place, layout = sources[-1 if kind == FUSED else 0]
-        full, shape = with_numbers(place, numbers), tuple(catalog.about(name).shape)
+        full, shape = with_numbers(place, numbers), catalog.about(name).shape
         axes = 1 if name.endswith(".scale") else 2 if name.endswith(".bias") else 3
         if is_of_experts(name) and (len(shape) != axes or not 0 < shape[0] <= MAX_EXPERTS):
             raise error_about(FormatError, f"{list(shape)} does not hold experts", path=catalog.title, tensor=name)
@@ -393,7 +392,7 @@ def _joined(
     catalog: Catalog, config: ModelConfig, form: GgufForm, name: str, parts: Sequence[tuple[str, GgufLayout]]
 ) -> TensorRecipe:
     """Return a published tensor from the tensors that a form makes of it."""
-    shapes = [tuple(catalog.about(part).shape) for part, _ in parts]
+    shapes = [catalog.about(part).shape for part, _ in parts]
     shape = shapes[0]
     if any(layout.rearranges for _, layout in parts):
         shape = config.shape_of(form.published, name)
@@ -414,7 +413,7 @@ def _joined(
 
 def _whole(catalog: Catalog, parts: Mapping[str, GgufLayout], layout: GgufLayout) -> TensorRecipe:
     """Return the matrices of all experts as a single tensor: gate and up, or one of them."""
-    shapes = {name: tuple(catalog.about(name).shape) if name in catalog else None for name in parts}
+    shapes = {name: catalog.about(name).shape if name in catalog else None for name in parts}
     first, shape = next(iter(shapes.items()))
     if shape is None:
         raise error_about(FormatError, "is missing", path=catalog.title, tensor=first)

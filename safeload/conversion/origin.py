@@ -31,7 +31,6 @@ from ..core.packing import parse_scheme
 from ..core.registry import SAFETENSORS
 from ..core.text import show
 from ..errors import SafeloadError
-from ..formats.folder import CONFIG
 from ..quant.quantization import BESIDE
 from ..remote.hub_cache import COMMIT, place_in_cache
 from .sink import DIGITS, LARGEST_EXTRA, is_extra
@@ -145,12 +144,10 @@ def _files_of(checkpoint: Checkpoint) -> dict[str, Location]:
 def with_record(
     record: Record,
     files: Mapping[str, bytes | Location],  # beside the shards, see `Sink.commit`
-    config: bytes | None,  # the content of ``config.json``
     shards: Mapping[str, Mapping[str, Any]],  # size and SHA-256
 ) -> dict[str, bytes | Location]:
     """Return the files beside the shards of a folder, and its record."""
-    contents = {**files, **({} if config is None else {CONFIG: config})}
-    listed = {name: entry_of(content) for name, content in contents.items()}
+    listed = {name: entry_of(content) for name, content in files.items()}
     small = {name: entry for name, entry in listed.items() if entry["size"] <= LARGEST_EXTRA}  # the rest is not copied
     return {**files, ORIGIN_NAME: record({**shards, **small})}
 
@@ -215,11 +212,6 @@ def texts_of(rename: Any) -> list[list[str]]:
             raise ValueError("rename: plans and records are text, and cannot hold a function")
         pairs.append([pattern, replacement])
     return pairs
-
-
-def name_for(path: str) -> str:
-    """Return the path of the record beside a file."""
-    return f"{path}.{ORIGIN_NAME}"
 
 
 # Formats whose writers hash a file while they write it in order; a file of another format is read again.

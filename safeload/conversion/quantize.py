@@ -711,10 +711,15 @@ def _pointer(array: Array, kind: str, element: int = 0) -> Any:
 
 
 def _stored(encoding: Encoding, role: str, numbers: Array, threads: int | None) -> Array:
-    """Return a part in file byte order: of codes in rows, unsigned zero points, or the numbers of blocks."""
+    """Return a part in file byte order and layout: of codes in rows, unsigned zero points, or the numbers of blocks."""
     preset, (dtype, shape) = encoding.preset, encoding.stored(role)
+    if role == packing.CODES and preset.layout == packing.ROWS:
+        return numbers
     if role == packing.CODES:
-        return _in_words(numbers, encoding, threads)
+        rows = numbers.reshape(-1).view(np.uint8).reshape(encoding.shape[-2], -1)
+        if preset.layout == packing.COLUMNS:
+            return _turned(rows.view(np.int32), preset)
+        return moving.turned(rows, private_array(shape, dtype), threads)
     if role == packing.ZERO:
         return _packed_zeros(numbers.reshape(encoding.grid), preset)
     with np.errstate(over="ignore"):
@@ -736,14 +741,3 @@ def _packed_zeros(zeros: Array, preset: Preset) -> Array:
 
 def _turned(part: Array, preset: Preset) -> Array:
     return part if preset.layout == packing.ROWS else np.ascontiguousarray(part.T)
-
-
-def _in_words(codes: Array, encoding: Encoding, threads: int | None) -> Array:
-    """Return rows of codes as the words of the format."""
-    preset = encoding.preset
-    if preset.layout == packing.ROWS:
-        return codes
-    rows = codes.reshape(-1).view(np.uint8).reshape(encoding.shape[-2], -1)
-    if preset.layout == packing.COLUMNS:
-        return _turned(rows.view(np.int32), preset)
-    return moving.turned(rows, private_array(*encoding.stored(packing.CODES)[::-1]), threads)

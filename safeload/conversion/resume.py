@@ -25,7 +25,7 @@ from ..core.runtime import paused
 from ..core.text import plural, printable, show
 from ..core.thread_group import in_order
 from ..errors import FormatError, UnsupportedError, exported, public
-from ..formats.folder import INDEX, RESUME, SINGLE
+from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
 from ..quant.families import presets
 from ..remote import url as urls
@@ -556,16 +556,17 @@ def _complete(
     files: dict[str, bytes | Location] = {
         name: place_at(path, public, storage_options) for name, (path, public) in plan["extras"].items()
     }
+    if plan["config"] is not None:
+        files[CONFIG] = config_text(plan["config"])
     total = sum(piece["nbytes"] for piece in plan["pieces"])
     if plan["parameters"] is not None or names != [SINGLE]:
         files[INDEX] = index_text(stored, total, plan["parameters"])
     moves = zip(names, shards, strict=True)
     waiting = [(name, place.shown(file)) for name, (place, file) in moves if place is not folder]
-    config = config_text(plan["config"])
     if record is not None:
         contents = [{key: result[key] for key in ("size", "sha256")} for result in done]
-        files = origin.with_record(record, files, config, dict(zip(names, contents, strict=True)))
-    with folder.begin(overwrite=plan["overwrite"], config=config):
+        files = origin.with_record(record, files, dict(zip(names, contents, strict=True)))
+    with folder.begin(overwrite=plan["overwrite"], config=files.get(CONFIG)):
         folder.commit(files, waiting, placed)
     folder.clear_records(None if plan["overwrite"] else [plan["call"]])
     shown, paths = folder.location.shown, [folder.shown(name) for name in names]

@@ -17,7 +17,7 @@ from ..core.arrays import Array
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, read_at
 from ..core.forking import cached_property
-from ..core.names import check_matches
+from ..core.names import check_matches, grouped
 from ..core.packing import EngineFormat
 from ..core.showing import Result
 from ..core.text import PathLike, error_about, plural, show, subject
@@ -118,11 +118,8 @@ class Summary(Result, _SummaryFields):
         times = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
         lines = [f"{self.bytes_before:,} bytes became {self.bytes_after:,} ({times})"]
         for verb, groups in (("quantized to", self.quantized), ("kept:", self.kept)):
-            counts: dict[str, list[str]] = {}
-            for name, label in groups.items():
-                how = f", {self.codes[name]}" if name in self.codes else ""
-                counts.setdefault(f"{label}{how}", []).append(name)
-            for label, names in counts.items():
+            fates = {name: ", ".join(filter(None, (to, self.codes.get(name)))) for name, to in groups.items()}
+            for label, names in grouped(fates, fates.__getitem__).items():
                 lines.append(f"{len(names):6,} {verb} {label}: {names[0]}{', ...' if len(names) > 1 else ''}")
         lines += [self.rule] if self.rule else []
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate, count
 from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from ..errors import SafetensorError, UnsupportedError, exported, public, unsave
 from ..formats.folder import INDEX, SINGLE
 from .destinations import FileSink, SaveDestination, index_text, limit_of, target_of, write_tensors
 from .sink import Sink, free_names
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # The tensors of a save.
 Saved: TypeAlias = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -465,7 +462,7 @@ class Writer:
         except OSError as error:
             raise unsaved(error) from None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Writer:
         if self._state != "open":
             raise ValueError(f"the writer is {self._state}")
         return self

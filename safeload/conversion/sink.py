@@ -177,11 +177,11 @@ class Sink:
     # ---- a new checkpoint ----
 
     @contextmanager
-    def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
-        """Yield for a block of `file` and `commit`; an error in the block undoes both."""
+    def begin(self, *, overwrite: bool = False, config: bytes | Location | None = None) -> Iterator[None]:
+        """Yield for a block of `file` and `commit`, which gets ``config`` again; an error in the block undoes both."""
         # With `overwrite`, shards, records, index and model.safetensors of the old checkpoint go. Foreign files stay.
         existed = os.path.isdir(self.location.path)
-        self._overwrite, self._config = overwrite, config
+        self._overwrite = overwrite
         self._files: dict[str, AtomicFile] = {}  # complete, under temporary names
         try:
             with ExitStack() as self._stack:
@@ -219,7 +219,7 @@ class Sink:
 
     def commit(
         self,
-        files: Mapping[str, bytes | Location],  # the index, and others beside the shards: content or source
+        files: Mapping[str, bytes | Location],  # index, config, and others beside the shards: content or source
         waiting: Sequence[tuple[str, str]] = (),  # new shards that wait in a subfolder: name here and path there
         placed: Collection[str] = (),  # new shards that are in the folder already
     ) -> None:
@@ -231,14 +231,14 @@ class Sink:
             text = f"Other programs load this file instead of the shards of {INDEX}: remove it, or choose a new folder"
             raise existing_file(self.shown(SINGLE), text)
         self._overwrite = self._overwrite or not shards  # an earlier call may have put files beside shards of pieces
-        block = None
-        if self._is_read_between(new, placed):
+        # Readers would find old weights beside the new config, or new shards by the old index.
+        config, block, weights = files.get(CONFIG), None, {*filter(is_weight_file, self.names())} - {*placed}
+        changes = config is not None and bool(weights) and config != self.content(CONFIG)
+        if changes or not (indexed_names(self) - {*placed}).isdisjoint(new):
             self._put(INDEX, blocking_index([CONFIG, *outdated, *sorted(new)]))
             block = self._files.pop(INDEX)
         for name, content in files.items():
             self._put(name, content)
-        if self._config is not None:
-            self._put(CONFIG, self._config)
         # The steps of the table: a name, and the path of its new file; None hides the old file.
         paths = {**{name: file.temporary for name, file in self._files.items()}, **taken}
         beside = sorted(self._files.keys() - {INDEX, *shards}, key=lambda name: name == CONFIG)
@@ -308,13 +308,6 @@ class Sink:
         single = {SINGLE} if os.path.isfile(self.shown(SINGLE)) else set()
         index = {old_index} & names if SINGLE in files or old_index != INDEX else set()
         return sorted((single | index | shards) - {*files})
-
-    def _is_read_between(self, new: Collection[str], placed: Collection[str]) -> bool:
-        """Return True if readers would find old weights beside the new config, or new shards by the old index."""
-        weights = {*filter(is_weight_file, self.names())} - {*placed}
-        if self._config is not None and weights and self._config != self.content(CONFIG):
-            return True
-        return not (indexed_names(self) - {*placed}).isdisjoint(new)
 
     # ---- unfinished conversions ----
 
@@ -483,9 +476,8 @@ class StoreSink(Sink):
     # ---- a new checkpoint ----
 
     @contextmanager
-    def begin(self, *, overwrite: bool = False, config: bytes | None = None) -> Iterator[None]:
+    def begin(self, *, overwrite: bool = False, config: bytes | Location | None = None) -> Iterator[None]:
         self._before = self.names() if overwrite else set()
-        self._config = config
         self._shards: list[str] = []  # uploaded
         self._complete = False  # True if an index may name the shards
         # Config and index of the old model, None for a missing file, while an index keeps readers away.
@@ -541,11 +533,11 @@ class StoreSink(Sink):
         if self._before and INDEX not in files:  # the only shard is model.safetensors
             outdated = {*outdated, INDEX} - {SINGLE}  # the index may keep readers away
         for name, content in files.items():
-            if name != INDEX:
+            if name not in (INDEX, CONFIG):
                 self._put(name, content)
-        if self._config is not None and self._before:
+        if (config := files.get(CONFIG)) is not None and self._before:
             old = {*filter(is_weight_file, self.names())} - new
-            if old and self._config != self.content(CONFIG):
+            if old and config != self.content(CONFIG):
                 # Readers must not find old weights beside the new config: until the new index, this one refuses them.
                 self._old = {name: self.content(name) for name in (CONFIG, INDEX)}
                 self._complete = True
@@ -554,7 +546,7 @@ class StoreSink(Sink):
                     self._old = {}  # it cannot be brought back
                     self.remove([SINGLE])
             self._complete = True
-            self._put(CONFIG, self._config)
+            self._put(CONFIG, config)
         self._complete = True
         if INDEX in files:
             self._put(INDEX, files[INDEX])

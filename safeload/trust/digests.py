@@ -441,7 +441,7 @@ def _root(path: str, files: Files, folder: str, names: Mapping[str, Any]) -> str
 def _beside(path: str, files: Files, *, tensors: bool) -> Expected:
     """Return the digests next to the files: of a signature, a manifest or a cache."""
     signature = signature_beside(path)
-    own = [document_beside(path, name, f".{name}") for name in (MANIFEST_NAME, ORIGIN_NAME)]
+    own = [document_beside(path, name) for name in (MANIFEST_NAME, ORIGIN_NAME)]
     manifest = None if files.remote or os.path.lexists(signature) else next(filter(os.path.isfile, own), None)
     if manifest is not None:
         return _expected(manifest, LOCAL, None, path, files, tensors=tensors)
@@ -474,11 +474,11 @@ def signature_beside(path: str) -> str:
     return document_beside(path, SIGNATURE_NAME, ".sig")
 
 
-def document_beside(path: str, name: str, suffix: str) -> str:
+def document_beside(path: str, name: str, suffix: str = "") -> str:
     """Return the path of a document in the folder of a model; of a file also with its name and a suffix."""
     if os.path.isdir(path):
         return os.path.join(path, name)
-    alone = f"{path}{suffix}"
+    alone = f"{path}{suffix or f'.{name}'}"
     return alone if os.path.lexists(alone) else os.path.join(os.path.dirname(path), name)
 
 

@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..conversion.catalog import Catalog, Given
-from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
+from ..conversion.executors import Executor, opened, pieces_of, run_pieces
 from ..conversion.origin import MANIFEST_KEY, MANIFEST_VERSION
 from ..core import dtypes
 from ..core.jobs import native_order
-from ..core.memory import check_threads, thread_count
+from ..core.memory import thread_count
 from ..core.packing import Grid, Packing, Zeros
 from ..core.progress import Meter, Progress
 from ..core.quantized_tensor import QuantizedTensor
@@ -62,8 +62,6 @@ def make(
     given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
 ) -> dict[str, Any]:
     """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
-    check_threads(threads)
-    check_executor(executor)
     with Catalog.of(given) as catalog:
         sizes = catalog.sizes([*catalog])
         if executor is None:

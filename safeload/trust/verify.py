@@ -237,7 +237,7 @@ def _compared(
     theirs: Any = None  # the tensors to compare with
     checks: list[FileCheck] = []
     model = _model_at(against, storage_options)
-    record = digests.document_beside(text, origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
+    record = digests.document_beside(text, origin.ORIGIN_NAME)
     if model is not None and not tensors and os.path.isfile(record) and not _is_beside(record, model):
         expected = digests.expected_of(text, files, record)
         checks = _source_checks(expected, model, threads)
@@ -304,7 +304,7 @@ def _renamed(
 
 def _is_beside(record: str, model: Location) -> bool:
     """Return True if a model has the same record: it is a copy, and no source."""
-    other = digests.document_beside(model.path, origin.ORIGIN_NAME, f".{origin.ORIGIN_NAME}")
+    other = digests.document_beside(model.path, origin.ORIGIN_NAME)
     return os.path.isfile(other) and filecmp.cmp(record, other, shallow=False)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...core import dtypes
 from ...core.arrays import Array
-from ...core.files import Location, read_if_there
+from ...core.files import Location
 from ...core.text import error_about, plural, show, warning
 from ...errors import FormatError, UnsupportedError
 from ...formats import gguf, mixtures
@@ -123,11 +123,9 @@ def keys_between(model: Catalog, file: Catalog) -> Iterator[Mapping[str, Any]]:
 
 
 def to_llama_cpp(catalog: Catalog, *, blocks: bool = False) -> Catalog:
-    """Return the tensors and metadata as llama.cpp needs them, or the catalog itself if its config names no class."""
+    """Return the tensors and metadata of a model as llama.cpp needs them."""
     # With `blocks`, packed codes stay in the block types of ggml that hold them unchanged.
     name, form = gguf_form(catalog.config)
-    if name is None or catalog.format == "gguf":
-        return catalog
     if form is None:
         text = f"architecture {show(name)} cannot be converted for llama.cpp; `safeload families` lists what can"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True writes the tensors as they are")
@@ -224,7 +222,10 @@ def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantiz
     catalog.refuse_codes([name for recipe in laid.recipes.values() for name in recipe.sources], "convert for llama.cpp")
     shapes = {name: recipe.shape for name, recipe in laid.recipes.items()}
     check_tensors(shapes, settings, None, catalog.title, form)
-    own = {name: _dtype_of(catalog, recipe, target) for name, recipe in laid.recipes.items()}
+    own = {}  # codes of dtypes by tensor, unless the converter has another
+    for name, recipe in laid.recipes.items():
+        about = catalog.about(recipe.moves[0].source)
+        own[name] = target.code if target is not None else "BF16" if about.quantized else about.row.code
     fixed = {}
     for name, dtype in ((name, form.dtype_of(name)) for name in own):
         if dtype is not None:
@@ -242,17 +243,11 @@ def tower_to_llama_cpp(catalog: Catalog, target: dtypes.Dtype | None, *, quantiz
     return RestructuredCatalog(catalog, laid.recipes, metadata=metadata, format="gguf", fixed=fixed)
 
 
-def _dtype_of(catalog: Catalog, recipe: TensorRecipe, target: dtypes.Dtype | None) -> str:
-    """Return the code of the dtype that a tensor gets if the converter has no other for it."""
-    about = catalog.about(recipe.moves[0].source)
-    return about.row.code if target is None and not about.quantized else "BF16" if target is None else target.code
-
-
 def _processor(files: TokenizerFiles) -> dict[str, Any]:
     """Return the settings of a model's image processor."""
     settings: dict[str, Any] = {}
     for name, key in _PROCESSORS:
-        content = read_if_there((files.folder / name).path, name, files.folder.files) or {}
+        content = files.read(name) or {}
         settings |= {**content, **object_at(content, key)}
     for key in ("image_mean", "image_std"):
         if key not in settings:
@@ -399,7 +394,7 @@ def _pooling(files: TokenizerFiles) -> int | None:
     if not isinstance(place, str) or not _PLAIN_NAME.fullmatch(place):
         raise files.fault(_MODULES, f"invalid path {show(place)}")
     name = f"{place}/config.json"
-    content = read_if_there((files.folder / name).path, name, files.folder.files) or {}
+    content = files.read(name) or {}
     for number, (kind, key) in enumerate(_POOLINGS, 1):
         if content.get(key) is True or content.get("pooling_mode") == kind:
             return number
@@ -444,13 +439,15 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
         raise FormatError(text, catalog.title)
     recipes = published_recipes(catalog, settings, of_text, experts if of_text is form else SINGLE)
-    shapes = {tensor: tuple(catalog.about(tensor).shape) for tensor in catalog}
+    shapes = {tensor: catalog.about(tensor).shape for tensor in catalog}
     tokens = metadata.get(TOKENS)
     rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
     refuse_missing(catalog, recipes, settings, of_text)
-    if kept is None:
-        _refuse_surplus(catalog, recipes, settings, of_text)
+    surplus = [] if kept else [name for name in recipes if not settings.has(of_text.published, *without_numbers(name))]
+    if surplus:  # transformers would drop these tensors
+        text = f"{some_of(surplus)}: a config of {of_text.class_name} made from the keys of the file has no such tensor"
+        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors", tensor=surplus[0])
     recipes = _as_in_source(catalog, recipes)
     result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
     result.texts, more = tokenizer_files(catalog, of_text.class_name)
@@ -473,14 +470,6 @@ def _as_in_source(catalog: Catalog, recipes: Mapping[str, TensorRecipe]) -> dict
         code = next(iter(codes)) if len(codes) == 1 else None
         result[name] = recipe._replace(dtype=code) if code in _EXACT_IN_F32 else recipe
     return result
-
-
-def _refuse_surplus(catalog: Catalog, recipes: Iterable[str], config: ModelConfig, form: GgufForm) -> None:
-    """Refuse tensors that the config made of a file does not have, because transformers would drop them."""
-    surplus = [name for name in recipes if not config.has(form.published, *without_numbers(name))]
-    if surplus:
-        text = f"{some_of(surplus)}: a config of {form.class_name} made from the keys of the file has no such tensor"
-        raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors", tensor=surplus[0])
 
 
 def check_tensors(
@@ -517,9 +506,7 @@ _WIDE = ("F32", "BF16")
 
 
 def recognized(catalog: Catalog) -> tuple[str, str] | None:
-    """Return the architecture of a diffusion model that is not a GGUF file, and the prefix of its names, or None."""
-    if catalog.format == "gguf":
-        return None
+    """Return the architecture of a diffusion model, and the prefix of its names, or None."""
     names = dict.fromkeys(catalog).keys()
     prefix = prefix_of(names)
     for architecture, model in diffusion_models().items():
@@ -551,7 +538,7 @@ def to_comfyui(catalog: Catalog, diffusion: tuple[str, str]) -> Catalog:
     }
     for name, bare in names.items():
         about = catalog.about(name)
-        shape, count = tuple(about.shape), math.prod(about.shape)
+        shape, count = about.shape, math.prod(about.shape)
         code = None if about.quantized else about.row.code
         small = len(shape) == 1 or count <= _SMALL or any(part in bare for part in model.kept_f32)
         dtype = "F32" if code in _WIDE and small else "BF16" if code == "BF16" else "F16"
@@ -573,7 +560,7 @@ def from_comfyui(catalog: Catalog, chosen: Iterable[str]) -> Catalog:
     """Return the tensors of a GGUF file of a diffusion model in their original shapes."""
     catalog.refuse_codes(catalog, "convert a diffusion model")
     metadata = catalog.metadata
-    shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
+    shapes = {name: catalog.about(name).shape for name in catalog}
     try:
         for name in shapes.keys() & chosen:
             original_shape(metadata, name, shapes[name])

@@ -496,8 +496,14 @@ class Rope:
             raise self.config.unsupported(f"llama.cpp has no rope type {show(self.kind)} for {form.architecture}")
         if self.kind == "llama3":
             return {"rope_freqs.weight": self._llama3()}
-        if self.kind == "proportional":
-            return {"rope_freqs.weight": self._proportional()}
+        if self.kind == "proportional":  # divisors: 1 for the first part of a head, and beyond all numbers for the rest
+            size, share = self.config.head_dim, self._number("partial_rotary_factor", 1.0)
+            if not 0 <= share <= 1 or size // 2 > MAX_FACTORS:
+                raise self.config.fault(
+                    f"partial_rotary_factor must be 0 to 1, got {share} of heads with {size} values"
+                )
+            divisors = np.where(np.arange(size // 2) < int(size * share / 2), 1, 1e30)
+            return {"rope_freqs.weight": divisors.astype(np.float32)}
         result = {}
         for key in ("long_factor", "short_factor") if self.kind == "longrope" else ():
             count, factors = self._rotated() // 2, self.full.get(key)
@@ -524,13 +530,6 @@ class Rope:
         """Return the context length of training; by default, as in transformers 5, that of the model."""
         stated = self.full.get(_ORIGINAL, self.config.values.get(_ORIGINAL))
         return self.config.size("context_length") if stated is None else self.config.positive(stated, _ORIGINAL)
-
-    def _proportional(self) -> Array:
-        """Return divisors of frequencies: 1 for the first part of a head, and beyond all numbers for the rest."""
-        size, share = self.config.head_dim, self._number("partial_rotary_factor", 1.0)
-        if not 0 <= share <= 1 or size // 2 > MAX_FACTORS:
-            raise self.config.fault(f"partial_rotary_factor must be 0 to 1, got {share} of heads with {size} values")
-        return np.where(np.arange(size // 2) < int(size * share / 2), 1, 1e30).astype(np.float32)
 
     def _llama3(self) -> Array:
         """Return the divisors of Llama 3.1's frequencies, computed like llama.cpp's converter in f32."""
@@ -781,7 +780,7 @@ def has_rotations(catalog: Catalog, tensors: Mapping[str, Array]) -> bool:
     """Return True if a file has exactly these factors of rotations."""
     return all(name in tensors or name not in catalog for name in ROPE_TENSORS) and all(
         name in catalog
-        and tuple(catalog.about(name).shape) == expected.shape
+        and catalog.about(name).shape == expected.shape
         and np.allclose(catalog.array(name), expected, rtol=1e-5, atol=0)
         for name, expected in tensors.items()
     )

@@ -103,7 +103,7 @@ class TokenizerFiles:
 
     def __init__(self, folder: Location) -> None:
         self.folder = folder
-        self.json, self.config = self._read(JSON), self._read(CONFIG)  # None without the file
+        self.json, self.config = self.read(JSON), self.read(CONFIG)  # None without the file
 
     @cached_property
     def model(self) -> SentencePieceModel | None:
@@ -114,14 +114,14 @@ class TokenizerFiles:
     @cached_property
     def tekken(self) -> dict[str, Any] | None:
         """The content of ``tekken.json`` in a folder without ``tokenizer.json``; None without one."""
-        return self._read(TEKKEN) if self.json is None else None
+        return self.read(TEKKEN) if self.json is None else None
 
     @cached_property
     def generation(self) -> dict[str, Any]:
         """The content of ``generation_config.json``; empty without one."""
-        return self._read(GENERATION) or {}
+        return self.read(GENERATION) or {}
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> dict[str, Any] | None:
         return read_if_there((self.folder / name).path, name, self.folder.files)
 
     def content(self, name: str, limit: int = MAX_JSON) -> bytes | None:
@@ -137,7 +137,7 @@ class TokenizerFiles:
     @cached_property
     def added_elsewhere(self) -> list[AddedToken]:
         """The added tokens of ``added_tokens.json``, then the tokens of ``tokenizer_config.json``."""
-        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self._read(ADDED) or {}).items()]
+        tokens = [self._added(ADDED, number, {"content": text}) for text, number in (self.read(ADDED) or {}).items()]
         decoder = (self.config or {}).get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise self.fault(CONFIG, "added_tokens_decoder must be an object")
@@ -215,7 +215,10 @@ def tokenizer_keys(files: TokenizerFiles, config: ModelConfig, form: GgufForm, r
     if vocabulary.kind == "gemma4":
         keys[f"{PREFIX}add_bos_token"] = True
     if vocabulary.kind == "bert":
-        keys |= _word_piece_keys(files, config)
+        normalizer = next(_steps((files.json or {}).get("normalizer"), "normalizers"))
+        flags = {key: normalizer.get(key) for key in ("lowercase", "strip_accents")}
+        keys |= {f"{PREFIX}normalizer.{key}": flag for key, flag in flags.items() if isinstance(flag, bool)}
+        keys[f"{PREFIX}token_type_count"] = gguf.U32(config.integer("type_vocab_size"))
     ends = files.generation.get("eos_token_id") if form.end_of_turn_listed else None
     if isinstance(ends, list) and len(ends) > 1 and type(ends[0]) is int and 0 <= ends[0] < rows:
         keys[f"{PREFIX}eot_token_id"] = gguf.U32(ends[0])
@@ -452,13 +455,6 @@ def _only(files: TokenizerFiles, key: str, inner: str, expected: str) -> list[Ma
         types = ", ".join(show(step.get("type")) for step in steps) or "none"
         raise files.unsupported(f"{JSON} has the {key} {types}, but llama.cpp has {expected}")
     return steps
-
-
-def _word_piece_keys(files: TokenizerFiles, config: ModelConfig) -> dict[str, Any]:
-    normalizer = next(_steps((files.json or {}).get("normalizer"), "normalizers"))
-    flags = {key: normalizer.get(key) for key in ("lowercase", "strip_accents")}
-    keys = {f"{PREFIX}normalizer.{key}": flag for key, flag in flags.items() if isinstance(flag, bool)}
-    return {**keys, f"{PREFIX}token_type_count": gguf.U32(config.integer("type_vocab_size"))}
 
 
 def _byte_level(files: TokenizerFiles, content: Mapping[str, Any], rows: int) -> Vocabulary:
