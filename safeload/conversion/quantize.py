@@ -328,21 +328,19 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
     packed = source.packed.packing
     ranges = list(divided(packed, _AT_A_TIME))
     values = private_array((ranges[0].values,), np.dtype(np.float32))
-    maxima, factors = np.zeros(result.scale.size, np.uint32), None
+    at, maxima, factors = address_of(values), np.zeros(result.scale.size, np.uint32), None
     for op in (lib.SL_OP_ABSMAX, lib.SL_OP_INT8):
         for part in ranges:
             begin, count = values_before(packed, part), part.values
             if factors is None or len(ranges) > 1:
-                at = address_of(values) - 4 * begin
-                restoring = restore_jobs(source.packed, at, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
+                to = at - 4 * begin
+                restoring = restore_jobs(source.packed, to, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
                 jobs.Batch(restoring).run(threads=threads)
             own, inner = _channels(source.shape, result.axis, begin, count)
             origin = jobs.Origin(source.name, source.shape, values, begin)
             memory = address_of(maxima[own]) if factors is None else address_of(result.data) + begin
             channels = jobs.Channels(own.stop - own.start, inner, None if factors is None else factors[own])
-            job = jobs.Job(
-                None, address_of(values), memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin
-            )
+            job = jobs.Job(None, at, memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
             jobs.Batch([job]).run(threads=threads)
             if factors is None and _not_finite(maxima[own]):  # raises, with the index
                 jobs.Batch([job._replace(memory=0, op=lib.SL_OP_FINITE, channels=None)]).run(threads=threads)

@@ -304,7 +304,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             raise ValueError(f"{self.path} is closed")
 
     def _forget(self) -> None:
-        """Drop the accessed arrays. Those of callers stay valid, because a mapping lives as long as its last array."""
+        """Drop the accessed arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
         self._mappings: dict[WeightFile, Any] = {}
         self._arrays: dict[str, TensorLike] = {}
         self._groups: dict[str, dict[str, Any]] = {}  # tensors that share bytes, by the name of the first

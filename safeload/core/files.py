@@ -548,7 +548,7 @@ def sha256_of(store: ByteStore, path: str, tick: Callable[[int], object] = bool)
 Access: TypeAlias = Literal["write", "either", "read"]
 
 
-def mapping_of(store: ByteStore, access: Access = "write") -> Any:
+def mapping_of(store: ByteStore, access: Access) -> Any:
     """Return a store's bytes as a buffer, mapped or lent until ``store.forget()``; None without one.
 
     Mapped pages cannot be dropped, so a file whose pages are dropped is not mapped.
@@ -768,13 +768,13 @@ def read_whole(path: str, what: str, files: Files, limit: int = MAX_JSON) -> tup
         return read_at(store, 0, store.size), store.version
 
 
-def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
+def read_if_there(path: str, what: str, files: Files) -> dict[str, Any] | None:
     """Like `read_json`, but return None if the file does not exist."""
     content = content_if_there(path, what, files)
     return None if content is None else parse_json(content, what, files.shown(path))
 
 
-def content_if_there(path: str, what: str, files: Files = LOCAL, limit: int = MAX_JSON) -> bytes | None:
+def content_if_there(path: str, what: str, files: Files, limit: int = MAX_JSON) -> bytes | None:
     """Return the bytes of a regular file, or None if it does not exist."""
     if is_missing(path, files):
         return None
