@@ -26,7 +26,7 @@ from ..core.files import caching
 from ..core.forking import cached_property
 from ..core.jobs import native_order, struct_dtype
 from ..core.memory import Cache, aligned_bytes, check_threads, thread_count, windows
-from ..core.names import Patterns, grouped, layer_of, natural_key, select
+from ..core.names import Patterns, Selection, grouped, layer_of, natural_key
 from ..core.native import TIER, address_of, ffi, lib
 from ..core.packing import INT8
 from ..core.progress import Meter, Progress
@@ -510,7 +510,7 @@ def _compare_structure(
     """Report differences in names, dtypes and shapes; return the common shapes to compare by value, and all tensors."""
     in_a, in_b = map(list, catalogs)
     if only is not None or drop is not None:
-        selected = set(select([*dict.fromkeys((*in_a, *in_b))], only, drop))
+        selected = set(Selection(only, drop).of(dict.fromkeys((*in_a, *in_b))))
         in_a, in_b = ([name for name in names if name in selected] for names in (in_a, in_b))
     a, b = (catalog.descriptions(names) for catalog, names in zip(catalogs, (in_a, in_b), strict=True))
     report.only_a = [name for name in in_a if name not in b]

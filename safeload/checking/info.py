@@ -16,7 +16,7 @@ import numpy as np
 from ..core import checkpoint as loading
 from ..core.checkpoint import Checkpoint, TensorInfos, codes_of, settings_of, tensors_of
 from ..core.files import read_json
-from ..core.names import Patterns, families, natural_key, select
+from ..core.names import Patterns, Selection, families, natural_key
 from ..core.opening import Paths
 from ..core.registry import FormatName, UnknownGlobals
 from ..core.runtime import paused
@@ -278,7 +278,7 @@ def describe(
     """Describe an open checkpoint; its ``memory`` takes milliseconds to compute."""
     infos = opened.tensors
     adapter = _adapter(path, opened, base, storage_options)
-    names = None if only is drop is None else select(infos, only, drop)
+    names = None if only is drop is None else Selection(only, drop).of(infos)
     # Of other files than these the size is that of the tensors alone, such as external data of ONNX.
     whole = [file for file in opened.weight_files if file.unpacked or file.path == opened.weight_files[0].path]
     begins = (min((at for at, _ in file.table.byte_ranges()), default=file.size) for file in opened.weight_files)

@@ -17,13 +17,13 @@ from ..core.files import caching
 from ..core.jobs import Origin
 from ..core.memory import Cache, check_threads
 from ..core.names import Patterns
-from ..core.native import lib, short
+from ..core.native import address_of, lib, short
 from ..core.packing import scheme_row
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.showing import Result, ResultTable, figure, table, terminal_columns, width
-from ..core.source import Source, address, of_numbers, of_packed, of_reals
+from ..core.source import Source, of_numbers, of_packed, of_reals
 from ..core.tensors import Tensors
 from ..core.text import plural, printable
 from ..errors import UnsupportedError, exported, public
@@ -470,12 +470,12 @@ def _statistics(
     words = bins + segments * (_RECORD.itemsize // _WORD)
     begins = np.cumsum(words) - words
     memory = np.zeros(int(words.sum()), np.uint64)
-    places = address(memory) + begins * _WORD
+    places = address_of(memory) + begins * _WORD
     run(lib.SL_OP_HISTOGRAM if histogram else lib.SL_OP_STATS, places, np.flatnonzero(counts))
     merged = np.zeros(len(counts), _RECORD)
     first = (places + bins * _WORD).astype(np.uint64)
     records = segments.astype(np.uint64)
-    short.sl_stats_merge(*map(address, (first, records)), len(counts), address(merged))
+    short.sl_stats_merge(*map(address_of, (first, records)), len(counts), address_of(merged))
     nan, inf, low, high, finite = (merged[field] for field in ("nan", "infinite", "min", "max", "finite"))
     power = merged["exponent"].astype(np.intc)
     with np.errstate(all="ignore"):

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from ..core.names import renamed, select
+from ..core.names import Selection, renamed
 from ..core.showing import table
 from ..core.text import plural, printable, show
 from ..errors import NoMatchError, SafeloadError
@@ -83,7 +83,7 @@ def edit(options: argparse.Namespace) -> int:
         print(f"{common.shown(options.path)}: {_RECOVERED[recover_edit(options.path)]}")
         return 0
     with edit(options.path, force=options.force) as file:
-        left = select([*file], None, options.drop)
+        left = Selection(drop=options.drop).of([*file])
         dropped = {*file}.difference(left)
         new_names = _new_names(left, options.rename)
         for text in options.metadata:

@@ -35,7 +35,7 @@ from ..core.checkpoint import (
 from ..core.files import Located, Location
 from ..core.forking import cached_property
 from ..core.memory import private_array
-from ..core.names import Patterns, choose, select
+from ..core.names import Patterns, Selection, choose
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
 from ..core.packing import CODES, INT8, SCHEMES, Packed, Packing, Part, scheme_row
@@ -355,7 +355,7 @@ class Catalog:
             return choose([*self, *more], None, only, drop)
         exact = choose((), names, only, None)
         self.check(exact)
-        return select(exact, None, drop)
+        return Selection(drop=drop).of(exact)
 
     # ---- single tensors ----
 

@@ -21,7 +21,7 @@ from ..core.native import TIER, address_of, ffi, lib
 from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor, channels_of, storage_of
 from ..core.restore import divided, restore_jobs, values_before
-from ..core.source import Source, address, memory_of, of_numbers, of_reals
+from ..core.source import Source, memory_of, of_numbers, of_reals
 from ..core.text import show, subject
 from ..core.thread_group import in_order
 from ..errors import RangeError, public
@@ -261,7 +261,7 @@ def run_requests(requests: Sequence[Request], *, threads: int | None, progress: 
     # The second pass reads from the page cache.
     batch = jobs.Batch()
     for source, result, target, weights in ordered:
-        memory = address(result.data if isinstance(result, QuantizedTensor) else result)
+        memory = address_of(result.data if isinstance(result, QuantizedTensor) else result)
         work: Iterable[jobs.Job] = source.jobs(memory, target)
         if isinstance(result, QuantizedTensor):
             if result.scale is not None:
@@ -281,7 +281,7 @@ def maxima_of(
     bits = np.zeros(ends[-1], np.uint32)
     maxima = [bits[begin:end] for begin, end in pairwise(ends.tolist())]
     work = [
-        source.work(lib.SL_OP_ABSMAX, address(own), channels=channels_of(source.shape, axis, None))
+        source.work(lib.SL_OP_ABSMAX, address_of(own), channels=channels_of(source.shape, axis, None))
         for (source, axis), own in zip(tensors, maxima, strict=True)
     ]
     jobs.Batch(work).run(threads=threads, progress=progress)
@@ -328,19 +328,19 @@ def _fill_by_parts(source: Source, result: QuantizedTensor, threads: int | None)
     packed = source.packed.packing
     ranges = list(divided(packed, _AT_A_TIME))
     values = private_array((ranges[0].values,), np.dtype(np.float32))
-    maxima, factors = np.zeros(result.scale.size, np.uint32), None
+    at, maxima, factors = address_of(values), np.zeros(result.scale.size, np.uint32), None
     for op in (lib.SL_OP_ABSMAX, lib.SL_OP_INT8):
         for part in ranges:
             begin, count = values_before(packed, part), part.values
             if factors is None or len(ranges) > 1:
-                at = address(values) - 4 * begin
-                restoring = restore_jobs(source.packed, at, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
+                to = at - 4 * begin
+                restoring = restore_jobs(source.packed, to, lib.SL_F32, source.name, owner=source.owner, ranges=(part,))
                 jobs.Batch(restoring).run(threads=threads)
             own, inner = _channels(source.shape, result.axis, begin, count)
             origin = jobs.Origin(source.name, source.shape, values, begin)
-            memory = address(maxima[own]) if factors is None else address(result.data) + begin
+            memory = address_of(maxima[own]) if factors is None else address_of(result.data) + begin
             channels = jobs.Channels(own.stop - own.start, inner, None if factors is None else factors[own])
-            job = jobs.Job(None, address(values), memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
+            job = jobs.Job(None, at, memory, 4 * count, lib.SL_F32, lib.SL_F32, op, None, channels, origin)
             jobs.Batch([job]).run(threads=threads)
             if factors is None and _not_finite(maxima[own]):  # raises, with the index
                 jobs.Batch([job._replace(memory=0, op=lib.SL_OP_FINITE, channels=None)]).run(threads=threads)

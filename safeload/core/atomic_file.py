@@ -22,7 +22,7 @@ from .native import Error, address_of, check, ffi, lib
 from .tensors import Lazy
 from .text import PathLike, native_path, unwritable
 
-# Hashing fewer bytes takes less time than handing them to a thread.
+# Hashing fewer bytes takes less time than a handover to a thread.
 _ALONE = 1 << 20
 # A file of up to this size is written without a job, which would take longer than the system call.
 _SHORT_FILE = 1 << 20

@@ -12,9 +12,9 @@ from ..errors import FormatError, UnsupportedError, exported, public
 from . import described, dtypes
 from .arrays import Array, TensorLike
 from .cast import astype
-from .files import LOCAL, Located, Location, caching
+from .files import LOCAL, Access, Located, Location, caching
 from .forking import cached_property
-from .load import DtypeLike, LoadStats, Views, access_of, load_tensors, parse_target
+from .load import DtypeLike, LoadStats, access_of, load_tensors, parse_target
 from .memory import Backend, Cache
 from .names import Patterns, choose
 from .opening import Paths, Seen, Verify, open_paths, pickled, reopen, seen_of
@@ -280,7 +280,7 @@ class Checkpoint(Mapping[str, TensorLike]):
             where, self._hidden, self.ignored, self._refused, self._quantization = logical
         self.weight_files = files
         self._where = where
-        self._views = Views("either" if self._recipe is None or self._recipe.writable else "read")
+        self._forget()
         self._tensors: Mapping[str, TensorInfo] | None = None
         self._codes: Mapping[str, Any] | None = None
         self._closed = False
@@ -303,11 +303,26 @@ class Checkpoint(Mapping[str, TensorLike]):
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
+    def _forget(self) -> None:
+        """Drop the accessed arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
+        self._mappings: dict[WeightFile, Any] = {}
+        self._arrays: dict[str, TensorLike] = {}
+        self._groups: dict[str, dict[str, Any]] = {}  # tensors that share bytes, by the name of the first
+
     @public
     def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        tensor: TensorLike = self._views.find(name, self._aliases)
-        return tensor
+        found = self._arrays.get(name)
+        if found is None:
+            aliases = self._aliases(name)
+            access: Access = "either" if self._recipe is None or self._recipe.writable else "read"
+            tensors = Tensors.of(aliases)
+            loaded, _ = load_tensors(tensors, backend="mmap", mappings=self._mappings, access=access)
+            if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
+                loaded = self._groups.setdefault(aliases[0][0], loaded)
+                self._arrays.update(loaded)
+            found = self._arrays.setdefault(name, loaded[name])
+        return found
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
@@ -597,7 +612,7 @@ class Checkpoint(Mapping[str, TensorLike]):
     def close(self) -> None:
         """Close the files. Arrays stay valid, because a mapping lives as long as its last array."""
         self._closed = True
-        self._views.clear()
+        self._forget()
         for file in self.weight_files:
             file.close()
 
@@ -677,7 +692,8 @@ def with_aliases(
     view._where = {**where, **{alias: where[name] for alias, name in aliases.items()}}
     view._where.update((name, other._locate(stored)) for name, (other, stored) in (places or {}).items())
     view.weight_files = [*dict.fromkeys((*view.weight_files, *(file for file, _ in view._where.values())))]
-    view._views, view._tensors, view._codes = Views(checkpoint._views.access), None, None
+    view._forget()
+    view._tensors = view._codes = None
     return view
 
 

@@ -16,8 +16,8 @@ from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
+from functools import cache
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 from ..errors import FormatError, SafeloadError, exported, public
 from .arrays import Array
@@ -38,7 +38,6 @@ LOCAL_BLOCK, REMOTE_BLOCK = 512 << 10, 8 << 20
 Memory: TypeAlias = bytearray | memoryview | Array
 
 
-@runtime_checkable
 class ByteStore(Protocol):
     """The bytes of a file, wherever it is. Must be safe to use from any thread.
 
@@ -329,7 +328,7 @@ class LocalStore:
                 _keep_within_budget()
             _open[opened[0]] = weakref.ref(self)
         if _dropping.get():
-            self._drop_behind(opened[0])
+            self._drop_behind()
 
     # Defaults, because free-threaded Python drops globals before the last objects at exit.
     def __del__(self, files: Any = _open, close: Any = short.sl_file_close) -> None:
@@ -433,21 +432,20 @@ class LocalStore:
             short.sl_file_close(descriptor)
             return True
 
-    def _drop_behind(self, descriptor: int) -> None:
+    def _drop_behind(self) -> None:
         """Drop pages behind reads, except for blocks of which most is in the cache already: somebody else uses it."""
-        block, resident = lib.SL_PAGES_BLOCK, partial(self._resident, descriptor)
-        kept = bytes(2 * (resident(at, block) or 0) > min(block, self.size - at) for at in range(0, self.size, block))
+        block = lib.SL_PAGES_BLOCK
+        kept = bytes(
+            2 * (self.resident(at, block) or 0) > min(block, self.size - at) for at in range(0, self.size, block)
+        )
         self._kept = ffi.new("uint8_t[]", kept)
         self._pages = ffi.new("sl_pages *", (self._kept, len(kept)))
         self.pages = pointer(self._pages)
 
     def resident(self, offset: int, size: int) -> int | None:
         """Return how many bytes of a range are in the page cache; None if the system does not say."""
-        return self.use(self._resident, offset, size)
-
-    def _resident(self, descriptor: int, offset: int, size: int) -> int | None:
         count = ffi.new("uint64_t *")
-        status = short.sl_file_resident(descriptor, offset, min(size, self.size - offset), pointer(count), None)
+        status = self.use(short.sl_file_resident, offset, min(size, self.size - offset), pointer(count), None)
         return int(count[0]) if status == lib.SL_OK else None
 
     @property
@@ -550,7 +548,7 @@ def sha256_of(store: ByteStore, path: str, tick: Callable[[int], object] = bool)
 Access: TypeAlias = Literal["write", "either", "read"]
 
 
-def mapping_of(store: ByteStore, access: Access = "write") -> Any:
+def mapping_of(store: ByteStore, access: Access) -> Any:
     """Return a store's bytes as a buffer, mapped or lent until ``store.forget()``; None without one.
 
     Mapped pages cannot be dropped, so a file whose pages are dropped is not mapped.
@@ -770,13 +768,13 @@ def read_whole(path: str, what: str, files: Files, limit: int = MAX_JSON) -> tup
         return read_at(store, 0, store.size), store.version
 
 
-def read_if_there(path: str, what: str, files: Files = LOCAL) -> dict[str, Any] | None:
+def read_if_there(path: str, what: str, files: Files) -> dict[str, Any] | None:
     """Like `read_json`, but return None if the file does not exist."""
     content = content_if_there(path, what, files)
     return None if content is None else parse_json(content, what, files.shown(path))
 
 
-def content_if_there(path: str, what: str, files: Files = LOCAL, limit: int = MAX_JSON) -> bytes | None:
+def content_if_there(path: str, what: str, files: Files, limit: int = MAX_JSON) -> bytes | None:
     """Return the bytes of a regular file, or None if it does not exist."""
     if is_missing(path, files):
         return None

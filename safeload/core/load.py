@@ -32,7 +32,7 @@ from .packing import INT8, Packed, advice_for
 from .progress import Progress, reporter
 from .resident import views_of
 from .table import overlap_groups
-from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, FileTensor, ReadPlan, Tensors, decide, viewable
+from .tensors import CONVERT, EMPTY, READ, STRIDED, VIEW, ReadPlan, Tensors, decide, viewable
 from .text import show
 from .weight_file import WeightFile, is_remote
 
@@ -197,34 +197,6 @@ def freeze(values: Iterable[Any]) -> None:
             freeze(value.roles.values())
 
 
-class Views:
-    """The accessed arrays of a checkpoint, by name: each access returns the same memory. Any thread may use it."""
-
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self._mappings: dict[WeightFile, Any] = {}
-        self._arrays: dict[str, Any] = {}
-        self._groups: dict[str, dict[str, Any]] = {}  # tensors that share bytes, by the name of the first
-
-    def find(self, name: str, aliases_of: Callable[[str], Sequence[FileTensor]]) -> Any:
-        """Return the array of a tensor; ``aliases_of`` gives the tensor and all tensors that share bytes with it."""
-        if (found := self._arrays.get(name)) is not None:
-            return found
-        aliases = aliases_of(name)
-        tensors = Tensors.of(aliases)
-        loaded, _ = load_tensors(tensors, backend="mmap", mappings=self._mappings, access=self.access)
-        if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
-            loaded = self._groups.setdefault(aliases[0][0], loaded)
-            self._arrays.update(loaded)
-        return self._arrays.setdefault(name, loaded[name])
-
-    def clear(self) -> None:
-        """Drop the arrays. Arrays of callers stay valid, because a mapping lives as long as its last array."""
-        self._arrays.clear()
-        self._groups.clear()
-        self._mappings.clear()
-
-
 def load_all(file: WeightFile, backend: str, access: Access = "write") -> dict[str, Array]:
     """Return all tensors of a file without quantized tensors, by name in the order of their bytes."""
     if backend == "mmap" and file.table.plain:
@@ -312,13 +284,11 @@ def _single(
 ) -> Array | None:
     """Return a single contiguous tensor without the cost of columns; None if it needs a plan."""
     ((_, file, index),) = tensors
-    if file.table.shaped or file.table.quantized:
+    if file.table.shaped or file.table.quantized or file.verified:
         return None
     spec = file.table.layout(index)
-    if spec.begin == spec.end:
-        return None
     size = spec.end - spec.begin
-    if file.verified:
+    if not size:
         return None
     if not view:
         # A small read needs no threads, but `thread_count` checks SAFELOAD_NUM_THREADS.

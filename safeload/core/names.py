@@ -164,17 +164,11 @@ def check_matches(what: str, patterns: Patterns, names: Collection[str]) -> None
             raise _matches_nothing(what, pattern, list(texts))
 
 
-def select(names: Collection[str], only: Patterns, drop: Patterns) -> list[str]:
-    """Return the names selected by a `Selection` of these patterns."""
-    return Selection(only, drop).of(names)
-
-
 def choose(known: Collection[str], names: Iterable[str] | None, only: Patterns, drop: Patterns) -> list[str]:
     """Return the names of the tensors to work on. ``names`` are exact, and not looked up."""
     if names is not None and only is not None:
         raise ValueError("names= takes exact names and only= takes patterns: pass only one of them")
-    selected = known if names is None else list(distinct(names))
-    return list(selected) if only is None and drop is None else select(selected, only, drop)
+    return Selection(only, drop).of(known if names is None else list(distinct(names)))
 
 
 # Marks of regular expressions that shell patterns and names hardly have.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from threading import RLock
@@ -82,8 +82,8 @@ class Meter:
     """Count bytes for a progress report. Any thread may use it."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        self._reporter: Any = reporter(progress, total) if progress else SILENT
-        self._report: Callable[[int], object] | None = self._reporter.__enter__() if progress else None
+        self._bar = ExitStack()
+        self._report = self._bar.enter_context(reporter(progress, total))
         self._called = callable(progress)
         self._total, self._done = total, 0
         self._lock = RLock()  # a report may close the owner of this meter
@@ -91,19 +91,17 @@ class Meter:
     def add(self, nbytes: int) -> None:
         """Add to the number of bytes done."""
         with self._lock:
-            if self._report is not None:
-                self._done += nbytes
-                self._report(self._done)
-                if self._done >= self._total:
-                    self.close()
+            self._done += nbytes
+            self._report(self._done)
+            if self._done >= self._total:
+                self.close()
 
     def close(self) -> None:
         """End the bar, even if bytes are missing."""
         with self._lock:
-            self._reporter.__exit__(None, None, None)
-            self._reporter = nullcontext()
+            self._bar.close()
             if not self._called:
-                self._report = None
+                self._report = bool
 
 
 def bars(progress: Progress, *, leave: bool = False) -> Bars:

@@ -562,7 +562,7 @@ class PartRows:
             return _picked(self._array.reshape(-1), runs)
         part, size = self._part, self.dtype.itemsize
         array = private_array((sum(run.stop - run.start for run in runs),), self.dtype)
-        batch, at = jobs.Batch(), address_of(array) if array.size else 0
+        batch, at = jobs.Batch(), address_of(array)
         for run in runs:
             nbytes = (run.stop - run.start) * size
             if nbytes:
@@ -793,7 +793,7 @@ def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int,
     def hold(role: str, raw: Array) -> None:
         raw = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
         owner.append(raw)
-        begin, shape = address_of(raw) if raw.size else 0, (raw.size // stored[role].row.block_bytes,)
+        begin, shape = address_of(raw), (raw.size // stored[role].row.block_bytes,)
         parts[role] = stored[role]._replace(file=None, shape=shape, begin=begin, end=begin + raw.size)
 
     def window(role: str, pitch: int, lines: range, columns: range, size: int, *, whole: Array | None = None) -> None:

@@ -152,7 +152,7 @@ def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any
     stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
     parts = {}
     for role, array in stored.items():
-        begin = address_of(array) if array.size else 0
+        begin = address_of(array)
         row = dtypes.BY_NAME[arrays[role].dtype.name]
         parts[role] = Part(role, None, row, array.shape, begin, begin + array.nbytes)
     return Packed(packed, parts), stored

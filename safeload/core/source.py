@@ -92,7 +92,7 @@ def of_numbers(name: str, array: Array, row: dtypes.Dtype, threads: int | None) 
     if not array.flags.c_contiguous:
         array = astype(array, array.dtype, threads=threads)
     little = jobs.native_order(array)  # the core expects the byte order of files
-    return Source(name, array.shape, row, address(little), None, little)
+    return Source(name, array.shape, row, address_of(little), None, little)
 
 
 def of_array(name: str, value: Any) -> Source:
@@ -102,11 +102,6 @@ def of_array(name: str, value: Any) -> Source:
     if row is None or row.packed:
         raise TypeError(f"{subject(name)}weight files do not support dtype {array.dtype}")
     return of_numbers(name, array, row, None)
-
-
-def address(array: Array) -> int:
-    """Return the address of a contiguous array's first element; 0 for an empty array."""
-    return address_of(array) if array.size else 0
 
 
 def memory_of(source: Source) -> Array:

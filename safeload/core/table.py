@@ -469,10 +469,6 @@ class ListedTable(Table):
         numbers[:] = numbers.replace(bytes([old.number]), bytes([new.number]))
         self._rows = self._entries = None
 
-    def add_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add content that lies beside the tensors, which wins over content of the same key."""
-        self._metadata = {**(self._metadata or {}), **metadata}
-
 
 def overlap_groups(begins: Sequence[int], ends: Sequence[int]) -> dict[int, list[int]]:
     """Return, for each overlapping range, the sorted indices of its connected group."""

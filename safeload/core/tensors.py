@@ -27,9 +27,6 @@ from .weight_file import WeightFile
 # A tensor in a file: its name, the file, its index in the file's table.
 FileTensor: TypeAlias = tuple[str, WeightFile, int]
 
-_PACKED = bytes(row.number for row in dtypes.TABLE if row.packed)
-
-
 # Bytes and elements of a block by dtype number; most dtypes have blocks of a single element.
 _BYTES, _ELEMENTS = np.ones((2, 256), np.int64)
 _QUANTIZING = (dtypes.of_number(number) for scheme in SCHEMES.values() for number in scheme.roundings.values())
@@ -200,9 +197,7 @@ class Tensors(Iterable[FileTensor]):
     def whole(self) -> bool:
         """True if each tensor of the files is a single C-contiguous, little-endian range of elements or blocks."""
         tables = [file.table for file in self.files]
-        return not any(
-            table.shaped or table.scaled or table.numbers.translate(None, _PACKED) != table.numbers for table in tables
-        )
+        return not any(table.shaped or table.scaled or dtypes.holds_packed(table.numbers) for table in tables)
 
     def without_packed(self, target: dtypes.Dtype | None) -> tuple[Tensors, Mapping[str, Packed]]:
         """Return the tensors that are not packed, and the packed tensors by name; int8 counts if it is dequantized."""

@@ -132,13 +132,10 @@ def enter(candidate: Candidate, request: OpenRequest) -> Opened:
             for part in (content.file, *content.others):
                 part.stand_for(file)
         opened = opened_file(row.name, content)._replace(title=file.path)
-    table = opened.file.table
-    assert isinstance(table, ListedTable)
-    table.add_metadata(metadata)
     known = {WEIGHTS, _CONFIG, _ARCHIVE_METADATA}
     skipped = [name for name in archive.entries if name not in known and not name.endswith("/")]
     notes = [f"not read: {listed((show(name)[1:-1] for name in skipped), 1)}"] if skipped else []
-    return opened._replace(metadata=table.metadata() or {}, notes=[*opened.notes, *notes])
+    return opened._replace(metadata={**opened.metadata, **metadata}, notes=[*opened.notes, *notes])
 
 
 # ---- the structure of a file ----

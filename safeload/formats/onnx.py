@@ -372,7 +372,7 @@ class OnnxModel(ByteReader):
         for field in self.fields(message, "a node"):
             if field.number == 5:
                 attributes.append(field)
-                self._check_count(len(attributes), MAX_ATTRIBUTES, "attributes in a node", field)
+                self._check_count(len(attributes), "attributes in a node", field)
             elif field.number in (3, 4) or (field.number == 2 and not texts[2]):
                 texts[field.number] = self.text(field, "a name in a node")
         for attribute in attributes:
@@ -385,7 +385,7 @@ class OnnxModel(ByteReader):
                     tensor = field
                 elif field.number in (6, 11):
                     graphs.append(field)
-                    self._check_count(len(graphs), MAX_ATTRIBUTES, "graphs in an attribute", field)
+                    self._check_count(len(graphs), "graphs in an attribute", field)
             if tensor is not None and texts[4] == "Constant" and name == "value" and texts[2]:
                 self._add(self.constants, f"{prefix}{texts[2]}", self._tensor(tensor, "the value of a Constant"))
             for k, graph in enumerate(graphs):
@@ -428,9 +428,9 @@ class OnnxModel(ByteReader):
                 tensor.strings |= number == 6
         return tensor
 
-    def _check_count(self, count: int, limit: int, what: str, field: Field) -> None:
-        if count > limit:
-            raise self.limit(f"more than {limit:,} {what}", field.begin)
+    def _check_count(self, count: int, what: str, field: Field) -> None:
+        if count > MAX_ATTRIBUTES:
+            raise self.limit(f"more than {MAX_ATTRIBUTES:,} {what}", field.begin)
 
     # ---- the elements of tensors ----
 

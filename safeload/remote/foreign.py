@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.atomic_file import AtomicFile
-from ..core.files import WINDOW, ByteStore
+from ..core.files import WINDOW, ByteStore, compare
 from ..core.text import debug, error_about, printable, show
 from ..core.thread_group import current, each, left_behind
 from ..errors import (
@@ -128,7 +128,7 @@ def translated(
     if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return missing_file(url, f"No such file or directory: {url}")
     if name in ("FileExpired", "PreconditionError"):
-        return changed(url, 0)
+        return FormatError("the file has changed since it was opened: it was modified or replaced", url)
     if isinstance(error, (IsADirectoryError, NotADirectoryError)):
         return FormatError("this is a folder, not a file", url)
     if isinstance(error, NotImplementedError) or name == "NotSupportedError":
@@ -141,12 +141,6 @@ def translated(
     if not isinstance(error, OSError) and reason != name:
         reason = f"{name}: {reason}"
     return RemoteError(f"the store cannot be read: {reason}" if begin is not None else reason, url, begin, end)
-
-
-def changed(url: str, before: int, now: int | None = None) -> FormatError:
-    """Return the error for a changed file, with its sizes before and now."""
-    what = "it was replaced" if now in (None, before) else f"it had {before:,} bytes, but now has {now:,}"
-    return FormatError(f"the file has changed since it was opened: {what}", url)
 
 
 def cleaned(error: BaseException, secrets: list[str]) -> str:
@@ -313,9 +307,7 @@ class StoredObject(RemoteStore):
 
     def confirm(self) -> None:
         if not self._objects.proves:
-            version = self._objects.stat(self._place, self.path)
-            if version != self.version:
-                raise changed(self.path, self.size, version[0])
+            compare(self._objects.stat(self._place, self.path), self.version, self.path)
 
 
 # ---- callers' stores ----
@@ -415,9 +407,7 @@ class Obstore(ObjectStore):
         def read() -> Any:
             self._check_process(shown)
             response = self._store.get(place, options=options)
-            now = _version(response.meta, shown)
-            if now != version:
-                raise changed(shown, version[0], now[0])
+            compare(_version(response.meta, shown), version, shown)
             return response.bytes()
 
         return left_behind(read)
