@@ -1,4 +1,4 @@
-"""Open LoRA adapters of PEFT and MLX: settings and tensors, and find the tensors of a base that they change."""
+"""Open LoRA adapters of PEFT, MLX and llama.cpp: settings and tensors, and find the tensors of a base they change."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from itertools import accumulate, count, permutations, takewhile
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..core.files import Location, read_json
 from ..core.forking import cached_property
 from ..core.names import grouped
 from ..core.opening import open_paths
+from ..core.registry import GGUF
 from ..core.source import Source
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
@@ -45,6 +47,8 @@ _REFUSED = {
 }
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
+# The key of tokens that activate an adapter of llama.cpp.
+_INVOCATION = "adapter.alora.invocation_tokens"
 # A plain pattern: the end of a name; "." matches any character. A config may have one for each module.
 _PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
 # Limit on patterns of any other form, because each is tried on each module.
@@ -134,6 +138,19 @@ def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
     return bool(value)
 
 
+def _settings_in(metadata: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    """Return the settings in the metadata of a GGUF file as PEFT has them; refuse what is no plain LoRA."""
+    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if metadata.get(key) != expected:
+            text = f"{key} must be {show(expected)} for llama.cpp, got {show(metadata.get(key))}"
+            raise error_about(UnsupportedError, text, path=path)
+    if metadata.get(_INVOCATION) is not None:
+        text = f"{_INVOCATION} activates the adapter after some tokens only, which no merged weight can do"
+        raise error_about(UnsupportedError, text, path=path)
+    alpha = metadata.get("adapter.lora.alpha", 0.0)
+    return {"peft_type": "LORA", "lora_alpha": float(alpha) if isinstance(alpha, (float, np.floating)) else alpha}
+
+
 # ---- tensors ----
 
 # Roles of an adapter's tensors.
@@ -160,6 +177,8 @@ _ROLE = re.compile(
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
 _MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
+_GGUF = {".lora_a": A, ".lora_b": B}
+_GGUF_ROLE = re.compile(r"(?:\.weight)?\.(lora_[ab])()()\Z", re.ASCII)
 # Each role needs at least one of these partners.
 _FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
 _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
@@ -172,16 +191,25 @@ _NOT_LORA = ("lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 class Adapter:
     """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base."""
 
+    # Of an adapter that was arranged for its base: the base tensors of its modules, and the factors of their products.
+    fit: Fit | None = None
+    scalings: Mapping[str, float] = MappingProxyType({})
+
     def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
         self.checkpoint, self.weight = checkpoint, weight
         file = checkpoint.weight_files[0]
-        _check_names(checkpoint)
-        self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
-        try:
-            config = self.config = read_json(self.config_at.path, CONFIG, file.files)
-        except FileNotFoundError:
-            _check_names(checkpoint, "")
-            raise
+        self.gguf = checkpoint.format == GGUF  # of llama.cpp
+        if self.gguf:
+            self.config_at = Location(file.files, file.place)
+            config = self.config = _settings_in(checkpoint.metadata, self.config_at.shown)
+        else:
+            _check_names(checkpoint)
+            self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
+            try:
+                config = self.config = read_json(self.config_at.path, CONFIG, file.files)
+            except FileNotFoundError:
+                _check_names(checkpoint, "")
+                raise
         path = self.config_at.shown
         self.mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
         self.default_rank: int | None = None  # only the shapes tell
@@ -218,8 +246,12 @@ class Adapter:
         return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
+        if self.fit is not None:
+            return self.scalings[module] * self.weight
         if self.mlx:
             return self.alpha * self.weight
+        if self.gguf:  # llama.cpp takes an alpha of 0 for none
+            return (self.alpha / rank if self.alpha else 1.0) * self.weight
         expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
         if rank < 1 or expected != rank:
             key = "r" if expected == self.default_rank else "rank_pattern"
@@ -249,15 +281,15 @@ class Adapter:
     def rank(self, module: str) -> int:
         """Return the rank of a module with factors, summed over the matrices of a stack."""
         parts = self.modules[module]
-        shape = self.shape(parts[A if A in parts else EMBEDDING_A])
-        return sum(shape[1:2] if self.mlx else shape[:1])
+        shape = self.shape(parts[B if self.gguf else A if A in parts else EMBEDDING_A])
+        return sum(shape[-1:] if self.gguf else shape[1:2] if self.mlx else shape[:1])
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Group tensor names by module of the base and role; a whole tensor is its own module."""
         checkpoint = self.checkpoint
         modules: dict[str, dict[str, str]] = {}
         wrappers = _WRAPPED
-        if not self.mlx:  # the names of a saved state dict contain the adapter's own name
+        if not (self.mlx or self.gguf):  # the names of a saved state dict contain the adapter's own name
             roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
             own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
             if len(own) > 1:
@@ -294,6 +326,8 @@ class Adapter:
         """Return the module and the role of an adapter tensor."""
         bare = unwrapped(name)
         prefix, pattern, roles = ("", _MLX_ROLE, _MLX) if self.mlx else (_PREFIX, _ROLE, _PEFT)
+        if self.gguf:
+            prefix, pattern, roles = "", _GGUF_ROLE, _GGUF
         if not bare.startswith(prefix):
             text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
@@ -304,6 +338,9 @@ class Adapter:
         if any(part in rest for part in _NOT_LORA):
             named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
             text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        if self.gguf:
+            text = "of the adapter is no factor of LoRA, and llama.cpp does not read it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
         for wrapped in wrappers:
             while wrapped in rest:  # wrappers can nest
@@ -371,8 +408,9 @@ class AdapterTarget(NamedTuple):
     source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
 
 
-def _never_read(rows: Any) -> Array:
-    raise AssertionError("the values are those of an adapter")
+def never_read(rows: Any) -> Array:
+    """Stand for the values of a tensor that is only described."""
+    raise AssertionError("the tensor is only described")
 
 
 # ---- tied heads ----
@@ -548,7 +586,7 @@ class Base:
             else:
                 continue
             work = np.dtype(np.float64 if row is not None and row.code == "F64" else np.float32)
-            self.grown.setdefault(place, AdapterTarget(place, shape, row, work, _never_read))
+            self.grown.setdefault(place, AdapterTarget(place, shape, row, work, never_read))
         if self.rows_before and not self.is_part:
             self._check_vocabulary()
 
@@ -673,6 +711,8 @@ class Fit(NamedTuple):
 
 def fitted(adapter: Adapter, base: Base) -> Fit:
     """Find the tensors of a base that an adapter changes."""
+    if adapter.fit is not None:
+        return adapter.fit
     unclear: dict[str, str] = {}
     parameters = _parameters(adapter, base, unclear)
     turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square

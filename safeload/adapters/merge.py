@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, registry
 from ..core.arrays import Array, check_disjoint, check_fits, check_out_names
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
@@ -339,7 +339,7 @@ class Merge:
         tokens = [change for change in changes if lora.TOKENS in change.parts]
         changes = [change for change in changes if lora.TOKENS not in change.parts]
         stacked = any(change.stacked for change in changes)
-        factors = [self._factors_of(change, target.work.name) for change in changes]
+        factors = [self.factors_of(change, target.work.name) for change in changes]
         narrows = row.floating and not row.packed and (row is _F32 or _F32.converts_to(row))
         in_core = narrows and target.work == np.float32
         parts = result.reshape(target.shape if stacked else (1, *_flat(target.shape)))
@@ -358,7 +358,7 @@ class Merge:
             rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
             result[[*adapter.tokens[name]]] = astype(rows, result.dtype)
 
-    def _factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
+    def factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
         """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
         parts, checkpoint = change.parts, change.adapter.checkpoint
         if lora.BIAS in parts:
@@ -533,6 +533,8 @@ def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
+    if checkpoint.format == registry.GGUF or any(adapter.gguf for adapter in adapters):
+        adapters = registry.part("adapter forms").for_base(adapters, checkpoint, problems)
     heads = lora.heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint

@@ -77,7 +77,7 @@ class AdapterSummary(NamedTuple):
 
     Attributes:
         method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA".
-        writer: "PEFT" or "MLX".
+        writer: "PEFT", "MLX" or "llama.cpp".
         ranks: ranks of its modules, ascending.
         alphas: alphas of its modules, ascending; the scale factors of an MLX adapter.
         modules: number of modules by the last part of their names, most frequent first.
@@ -433,7 +433,7 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
     return AdapterSummary(
         " and ".join(method) or "LoRA",
-        "MLX" if adapter.mlx else "PEFT",
+        "llama.cpp" if adapter.gguf else "MLX" if adapter.mlx else "PEFT",
         sorted(filter(None, ranks)),
         sorted(alphas),
         dict(kinds),

@@ -25,7 +25,7 @@ from ..core.memory import private_array, windows
 from ..core.names import Renames, renamed
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
-from ..core.registry import SAFETENSORS, row_of
+from ..core.registry import GGUF, SAFETENSORS, row_of
 from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
@@ -806,7 +806,11 @@ def merged(
     weighted = listed(adapters)
     if not weighted:
         return catalog
-    opened_adapters = opened(stack, weighted, storage_options)
+    opened_adapters: Sequence[Adapter] = opened(stack, weighted, storage_options)
+    if catalog.format == GGUF or any(adapter.gguf for adapter in opened_adapters):
+        from .adapter_forms import for_base  # only here: most adapters have the names of their base
+
+        opened_adapters = for_base(opened_adapters, catalog)
     heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
     result = _merged(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
@@ -827,6 +831,9 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     items = merge.base.places.items()
     places = {key: {name: place for name, place in items if isinstance(place, kind)} for key, kind in _PLACES.items()}
     for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
+        if adapter.fit is not None:
+            text = f"{adapter.checkpoint.path}: an adapter in another form than its base, or with a base in GGUF, is "
+            raise UnsupportedError(f"{text}not merged in pieces: merge it first, without executor= and resume=")
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]

@@ -1,0 +1,471 @@
+"""LoRA adapters in the form of llama.cpp: merged into models of transformers, and the other way round, and written.
+
+A family's table says how llama.cpp arranges each weight. A weight changes by B A, so rows of the weight are those of B,
+and columns those of A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..adapters import adapter as lora
+from ..adapters.adapter import Adapter, AdapterTarget, Base, Fit, heads_of
+from ..adapters.merge import Change, Merge
+from ..core import dtypes
+from ..core.arrays import Array
+from ..core.cast import astype
+from ..core.checkpoint import Checkpoint
+from ..core.load import parse_target
+from ..core.opening import open_paths
+from ..core.packing import SCHEMES
+from ..core.registry import GGUF
+from ..core.safetensors import writer
+from ..core.text import error_about, show, similar
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..formats import gguf, mixtures
+from ..models.diffusion import ARCHITECTURE, TYPE
+from ..models.family import GgufForm, gguf_architectures, gguf_form
+from .catalog import Catalog, is_path
+from .forms import counted, laid_out
+from .llama_cpp.gguf_models import published, titled
+from .llama_cpp.settings import ModelConfig
+from .quantize import quantize
+from .recipes import Arrangement, Move, TensorRecipe, TensorView
+
+# The weight of which llama.cpp has A with a row for each token, and B of the other axis.
+_EMBEDDING = "token_embd.weight"
+_HEAD = "output.weight"
+
+
+class Product(NamedTuple):
+    """A change of a weight: ``scaling * left @ right``, or such a product for each matrix of a stack."""
+
+    left: Array  # [rows, r], of a stack [matrices, rows, r]
+    right: Array  # [r, columns], of a stack [matrices, r, columns]
+    scaling: float
+    tensor: str  # of the adapter, for messages
+    path: str  # of the adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return *self.left.shape[:-1], self.right.shape[-1]
+
+    @property
+    def turned(self) -> Product:
+        """The change of the transposed weight."""
+        return self._replace(left=self.right.swapaxes(-1, -2), right=self.left.swapaxes(-1, -2))
+
+    def refused(self, why: str) -> UnsupportedError:
+        return error_about(UnsupportedError, f"of the adapter {why}", path=self.path, tensor=self.tensor)
+
+
+_Products = Mapping[str, Sequence[Product]]  # by the weight that they change
+
+
+# ---- adapters and their bases ----
+
+
+def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadError] | None = None) -> list[Adapter]:
+    """Return adapters with the names and the order of a base, a checkpoint or a catalog, of which one is of llama.cpp.
+
+    ``problems`` gets the misfits; None raises the first.
+    """
+    catalog = Catalog.of(base)
+    of_llama_cpp = catalog.format == GGUF and catalog.metadata.get(ARCHITECTURE) in gguf_architectures()
+    result = []
+    for adapter in adapters:
+        if adapter.gguf or of_llama_cpp:
+            _, recipes, products = _in_llama_cpp(adapter, catalog, problems)
+            if recipes is None:
+                _check_head(products, catalog, catalog.title)
+            else:
+                products = _taken_back(recipes, products, lambda name: catalog.about(name).shape)
+            adapter = _arranged(adapter, {name: _sum(group) for name, group in products.items()})
+        result.append(adapter)
+    return result
+
+
+def _in_llama_cpp(
+    adapter: Adapter, catalog: Catalog, problems: list[SafeloadError] | None = None
+) -> tuple[str, Mapping[str, TensorRecipe] | None, _Products]:
+    """Return a base's architecture, how llama.cpp has its tensors (None: as they are), and an adapter's changes."""
+    stored = {name: tuple(catalog.about(name).shape) for name in catalog}
+    if catalog.format == GGUF:
+        architecture, recipes, shapes = str(catalog.metadata.get(ARCHITECTURE)), None, stored
+    else:
+        recipes, form = _recipes_of(catalog)
+        architecture, shapes = form.architecture, {name: recipe.shape for name, recipe in recipes.items()}
+    if adapter.gguf:
+        own = adapter.checkpoint.metadata.get(ARCHITECTURE)
+        if own != architecture:
+            text = f"the adapter is for models of architecture {show(own)}, but {catalog.title} is {architecture}"
+            raise UnsupportedError(f"{adapter.checkpoint.path}: {text}", path=adapter.checkpoint.path)
+        return architecture, recipes, _of_llama_cpp(adapter, shapes, catalog.title, problems)
+    if recipes is not None:
+        changes = _changes_of(adapter, catalog.title, catalog.config, stored, problems)
+        return architecture, recipes, _laid_out(recipes, changes)
+    recipes_back, settings, _, _ = published(catalog)
+    sizes = {name: recipe.shape for name, recipe in recipes_back.items()}
+    changes = _changes_of(adapter, catalog.title, settings.whole, sizes, problems)
+    return architecture, None, _taken_back(recipes_back, changes, stored.__getitem__)
+
+
+def _check_head(products: _Products, names: Collection[str], title: str) -> None:
+    """Refuse the change of an embedding that is the head too: llama.cpp computes no head with such factors."""
+    if _EMBEDDING in products and _HEAD not in names:
+        text = f"changes {_EMBEDDING}, which is the head of {title} too: the head would change with it"
+        raise products[_EMBEDDING][0].refused(text)
+
+
+def _recipes_of(catalog: Catalog) -> tuple[Mapping[str, TensorRecipe], GgufForm]:
+    """Return how llama.cpp has the tensors of a model of transformers, and its family."""
+    name, form = gguf_form(catalog.config)
+    if form is None:
+        has = "has no config.json that names a class" if name is None else f"is {show(name)}, which llama.cpp lacks"
+        text = f"{catalog.title} {has}: `safeload families` lists the models whose tensors have names in GGUF"
+        raise UnsupportedError(text, path=catalog.title)
+    config = ModelConfig({**(catalog.config or {}), **counted(catalog, form)}, catalog.title, form)
+    return laid_out(catalog, config, form).recipes, form
+
+
+def _of_llama_cpp(
+    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], title: str, problems: list[SafeloadError] | None
+) -> dict[str, list[Product]]:
+    """Return the changes in an adapter of llama.cpp, which fit tensors of these shapes."""
+    result: dict[str, list[Product]] = {}
+    for module, parts in adapter.modules.items():
+        first, second = parts[lora.A], parts[lora.B]
+        name = first.removesuffix(".lora_a")
+        a, b = _read(adapter, first, second)
+        left, right = (a, b.T) if name == _EMBEDDING else (b, a)
+        error: SafeloadError | None = None
+        if name not in shapes:
+            near = similar(name, [*shapes])
+            text = f"of the adapter belongs to {show(name)}, which {title} does not have"
+            text += f"; similar names: {', '.join(near)}" if near else ""
+            error = error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=first)
+        elif not (left.ndim == right.ndim > 1 and left.shape[-1] == right.shape[-2] > 0):
+            text = f"is {list(a.shape)} and {show(second)} is {list(b.shape)}: these are no factors of a matrix"
+            error = error_about(FormatError, text, path=adapter.checkpoint.path, tensor=first)
+        elif (shape := (*left.shape[:-1], right.shape[-1])) != shapes[name] or left.shape[:-2] != right.shape[:-2]:
+            text = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
+            error = error_about(FormatError, f"{text}{list(shapes[name])}", path=adapter.checkpoint.path, tensor=first)
+        if error is None:
+            scaling = _alone(adapter).scaling(module, left.shape[-1], first)
+            result[name] = [Product(left, right, scaling, first, adapter.checkpoint.path)]
+        elif problems is None:
+            raise error
+        else:
+            problems.append(error)
+    return result
+
+
+def _alone(adapter: Adapter) -> Adapter:
+    """Return an adapter with the weight 1."""
+    result = copy(adapter)
+    result.weight = 1.0
+    return result
+
+
+def _read(adapter: Adapter, *names: str) -> tuple[Array, ...]:
+    """Return tensors of an adapter in their dtype, or as float32 if they are in blocks or have two dtypes."""
+    dtype = _dtype_of(adapter, names)
+    for name in names:
+        code = adapter.checkpoint.tensors[name].dtype
+        if code in dtypes.BY_CODE and not dtypes.BY_CODE[code].floating:
+            text = f"of the adapter is {code}: it must be floating"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
+    arrays = adapter.checkpoint.load(names, dtype=dtype, backend="pread")
+    return tuple(arrays[name] for name in names)
+
+
+def _dtype_of(adapter: Adapter, names: Iterable[str]) -> str:
+    """Return the dtype in which factors are read without rounding them."""
+    codes = {adapter.checkpoint.tensors[name].dtype for name in names}
+    row = dtypes.BY_CODE.get(codes.pop())
+    return "float32" if codes or row is None or row.packed or not row.floating else row.name
+
+
+def _changes_of(
+    adapter: Adapter,
+    title: str,
+    config: Mapping[str, Any] | None,
+    shapes: Mapping[str, tuple[int, ...]],  # of the base, by the names in its files
+    problems: list[SafeloadError] | None,
+) -> dict[str, list[Product]]:
+    """Return the changes of an adapter of PEFT or MLX by stored names."""
+    alone = _alone(adapter)
+    row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
+    heads = heads_of([alone], config, shapes)
+    for head, embedding in heads.untied.items():
+        text = f"the adapter changes only one of {show(head)} and {show(embedding)}, which {title} ties"
+        raise UnsupportedError(f"{text}: llama.cpp has one tensor for both", path=adapter.checkpoint.path)
+
+    def target(name: str) -> AdapterTarget:
+        return AdapterTarget(name, shapes[name], row, work, lora.never_read)
+
+    base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
+    merge = Merge(base, [alone], heads, problems=problems)
+    return {
+        name: [_product(merge, change, name, shapes[name]) for change in changes]
+        for name, changes in merge.changes.items()
+    }
+
+
+# Parts of an adapter that are no factors, and what they are.
+_OTHERS = {
+    lora.VALUE: "replaces {} (modules_to_save): llama.cpp reads only products of factors",
+    lora.TOKENS: "replaces rows of {} (trained tokens): llama.cpp reads only products of factors",
+    lora.BIAS: "is added to {} (lora_bias): llama.cpp reads only products of factors",
+    lora.MAGNITUDE: "has the norms of {} (DoRA): llama.cpp reads only products of factors",
+}
+
+
+def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> Product:
+    """Return the change of a stored tensor as a product of its own rows and columns."""
+    adapter = change.adapter
+    for role, why in _OTHERS.items():
+        if role in change.parts:
+            text = f"of the adapter {why.format(show(name))}"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=change.parts[role])
+    tensor = next(iter(change.parts.values()))
+    left, right = merge.factors_of(change, _dtype_of(adapter, change.parts.values()))
+    if change.part is not None:
+        number, part = change.part
+        left, right = left[number, part], right[number]
+    elif not change.stacked:
+        left, right = left[0], right[0]
+    if change.divided is not None:
+        rows = len(left)
+        whole = np.zeros((shape[0], left.shape[-1]), left.dtype)
+        whole[change.divided.number * rows : (change.divided.number + 1) * rows] = left
+        left = whole
+    if len(shape) > 3 or (len(shape) == 3 and not change.stacked):
+        text = f"of the adapter changes {show(name)}, which is a convolution: llama.cpp reads only factors of matrices"
+        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
+    return Product(left, right, change.scaling, tensor, adapter.checkpoint.path)
+
+
+def _arranged(adapter: Adapter, products: Mapping[str, Product]) -> Adapter:
+    """Return an adapter with these changes, whose tensors are in memory."""
+    result, tensors = copy(adapter), {}
+    result.modules, result.gguf, result.mlx = {}, False, False
+    parameters: dict[str, str] = {}
+    scalings: dict[str, float] = {}
+    for name, product in products.items():
+        left, right = (part if part.ndim == 3 else part[None] for part in (product.left, product.right))
+        rank = right.shape[-2]
+        a, b = f"{name}.lora_A", f"{name}.lora_B"  # as PEFT has those of stacks
+        tensors[a] = np.ascontiguousarray(right.reshape(-1, right.shape[-1]))
+        tensors[b] = np.ascontiguousarray(left.transpose(1, 2, 0).reshape(-1, rank * len(left)))
+        module = name.removesuffix(".weight")
+        result.modules[module] = {lora.A: a, lora.B: b}
+        parameters[module], scalings[name] = name, product.scaling
+    result.fit, result.scalings = Fit(parameters, frozenset(), {}), scalings
+    file = BytesIO(writer(tensors, None).to_bytes())
+    file.name = adapter.checkpoint.path
+    result.checkpoint = Checkpoint(open_paths(file, None, None, "refuse"))
+    return result
+
+
+# ---- files of adapters for llama.cpp ----
+
+# Dtypes of factors that llama.cpp reads; others become float32.
+_WRITTEN = ("F32", "F16", "BF16")
+# Options of a conversion that apply to models alone.
+_OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
+
+
+def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
+    scheme, target = options["quantize"], parse_target(options["dtype"])
+    sources = src if isinstance(src, list) else [src]
+    if len(sources) != 1 or not is_path(sources[0]):
+        raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
+    for key in _OF_MODELS:
+        if options[key]:
+            raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
+    if scheme not in (None, "q8_0"):
+        raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
+    if target is not None and target.code not in _WRITTEN:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
+    with ExitStack() as stack:
+        (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
+        catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+        architecture, recipes, products = _in_llama_cpp(adapter, catalog)
+        _check_head(products, catalog if recipes is None else recipes, catalog.title)
+        path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
+    whole = {name: _sum(group) for name, group in products.items()}
+    alphas = {name: np.float32(product.scaling * product.left.shape[-1]) for name, product in whole.items()}
+    alpha = max(dict.fromkeys(alphas.values()), key=[*alphas.values()].count)
+    if not all(alphas.values()):
+        text = "lora_alpha is 0, which llama.cpp takes for a scale of 1"
+        raise UnsupportedError(f"{path}: {text}", path=path)
+    tensors: dict[str, Any] = {}
+    for name, product in whole.items():
+        left, right = product.left, product.right
+        if alphas[name] != alpha:  # there is one alpha for all
+            left = left.astype(np.float32) * (alphas[name] / alpha)
+        pair = (left, right.swapaxes(-1, -2)) if name == _EMBEDDING else (right, left)
+        for end, factor in zip(("a", "b"), pair, strict=True):
+            tensors[f"{name}.lora_{end}"] = _written(np.ascontiguousarray(factor), target, scheme)
+    name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    keys = {
+        ARCHITECTURE: architecture,
+        TYPE: "adapter",
+        "adapter.type": "lora",
+        "general.name": metadata.get("general.name", titled(name)) if adapter.gguf else titled(name),
+        "adapter.lora.alpha": gguf.F32(alpha),
+        mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+    }
+    metadata = {**keys, **(options["metadata"] or {})}
+    return tensors, {**options, "dtype": None, "quantize": None, "metadata": metadata, "raw": True}
+
+
+def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> Any:
+    """Return a factor in the dtype or the blocks to write; llama.cpp's converter writes F16 where no blocks fit."""
+    if scheme is not None and factor.shape[-1] % SCHEMES[scheme].block == 0:
+        return quantize(factor, "q8_0")
+    row = dtypes.row_of(factor.dtype)
+    kept = row.name if row is not None and row.code in _WRITTEN else "float32"
+    return astype(factor, "float16" if scheme is not None else kept if target is None else target.name)
+
+
+# ---- products through recipes ----
+
+
+def _laid_out(recipes: Mapping[str, TensorRecipe], products: _Products) -> dict[str, list[Product]]:
+    """Return the changes of tensors that recipes make, in the order of the changes of their sources."""
+    order = {name: k for k, name in enumerate(products)}
+    result: dict[str, list[Product]] = {}
+    placed = set[str]()
+    for target, recipe in recipes.items():
+        parts: dict[int | None, list[Product]] = {}
+        for move in recipe.moves:
+            for product in products.get(move.source, ()):
+                placed.add(move.source)
+                moved = _moved(_part_of(product, move.read), move, back=False)
+                parts.setdefault(move.written.item, []).append(moved)
+        if parts:
+            result[target] = [_joined(parts, recipe.shape)]
+    for name in products.keys() - placed:
+        raise products[name][0].refused(f"changes {show(name)}, which llama.cpp does not have")
+    first = {name: min(order.get(source, len(order)) for source in recipes[name].sources) for name in result}
+    return {name: result[name] for name in sorted(result, key=first.__getitem__)}
+
+
+def _taken_back(
+    recipes: Mapping[str, TensorRecipe], products: _Products, shape: Callable[[str], Sequence[int]]
+) -> dict[str, list[Product]]:
+    """Return the changes of the sources of tensors that recipes make; ``shape`` returns that of a source."""
+    parts: dict[str, dict[int | None, list[Product]]] = {}
+    for target, group in products.items():
+        for product in group:
+            if not recipes[target].moves:
+                raise product.refused(f"changes {show(target)}, which is computed from the config")
+            for move in recipes[target].moves:
+                sizes = tuple(shape(move.source))
+                item = sizes if move.read.item is None else sizes[1:]
+                moved = _moved(_part_of(product, move.written), move, back=True, shape=item)
+                whole = _whole_of(moved, move.read, item)
+                parts.setdefault(move.source, {}).setdefault(move.read.item, []).append(whole)
+    return {source: [_joined(items, tuple(shape(source)))] for source, items in parts.items()}
+
+
+def _part_of(product: Product, view: TensorView) -> Product:
+    """Return the change of a part of a tensor."""
+    if view.item is not None:
+        product = product._replace(left=product.left[view.item], right=product.right[view.item])
+    product = product.turned if view.transposed else product
+    return product._replace(left=product.left[..., view.rows, :])
+
+
+def _whole_of(product: Product, view: TensorView, shape: Sequence[int]) -> Product:
+    """Return the change of a matrix, of which a part changes."""
+    rows = shape[-1 if view.transposed else -2]
+    if view.rows != slice(None):
+        left = np.zeros((rows, product.left.shape[-1]), product.left.dtype)
+        left[view.rows] = product.left
+        product = product._replace(left=left)
+    return product.turned if view.transposed else product
+
+
+def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = ()) -> Product:
+    """Return a change with rows and columns as a move arranges those of the weight, or ``back`` in their own order."""
+    arrangement = move.arrangement
+    if arrangement is None:
+        return product
+    if arrangement.function is not None or arrangement.shape is not None or product.left.ndim > 2:
+        kept = "computes a function of" if arrangement.function is not None else "divides the heads of"
+        raise product.refused(f"changes {show(move.source)}: llama.cpp {kept} this weight, which no factors can follow")
+    if arrangement.inverse == back:
+        left, right = product.left, product.right
+        left = left if arrangement.rows is None else left[arrangement.rows]
+        right = right if arrangement.columns is None else right[:, arrangement.columns]
+        product = _multiplied(product._replace(left=left, right=right), arrangement, back=False)
+        return product.turned if arrangement.transposed else product
+    product = product.turned if arrangement.transposed else product
+    product = _multiplied(product, arrangement, back=True)
+    left, right = product.left, product.right
+    if arrangement.rows is not None:
+        left = np.zeros((shape[0], left.shape[1]), left.dtype)
+        left[arrangement.rows] = product.left
+    if arrangement.columns is not None:
+        right = np.zeros((len(right), math.prod(shape[1:])), right.dtype)
+        right[:, arrangement.columns] = product.right
+    return product._replace(left=left, right=right)
+
+
+def _multiplied(product: Product, arrangement: Arrangement, *, back: bool) -> Product:
+    """Return a change of which the rows are multiplied as those of the weight."""
+    if not arrangement.factors:
+        return product
+    left = product.left.astype(np.float32)
+    for begin, end, factor in arrangement.factors:
+        left[begin:end] *= np.float32(1 / factor if back else factor)
+    return product._replace(left=left)
+
+
+def _joined(parts: Mapping[int | None, Sequence[Product]], shape: tuple[int, ...]) -> Product:
+    """Return the change of a tensor from those of its items, or of the whole tensor, which is None."""
+    if None in parts:
+        product = _sum([each for group in parts.values() for each in group])
+    else:
+        items = {item: _sum(group) for item, group in parts.items()}
+        product = next(iter(items.values()))
+        if len({each.left.shape for each in items.values()}) > 1:
+            raise product.refused("has another rank than that of other experts, which llama.cpp has in one tensor")
+        alike = dict(zip(items, _alike([*items.values()]), strict=True))
+        left, right = (np.zeros((shape[0], *part.shape), part.dtype) for part in alike[next(iter(alike))][:2])
+        for item, each in alike.items():
+            left[item], right[item] = each.left, each.right
+        product = product._replace(left=left, right=right, scaling=next(iter(alike.values())).scaling)
+    if product.shape != shape:
+        text = f"changes a matrix of {list(product.shape)}, which llama.cpp has as {list(shape)}"
+        raise product.refused(f"{text}: no factors can follow")
+    return product
+
+
+def _alike(products: Sequence[Product]) -> Sequence[Product]:
+    """Return changes with equal scalings."""
+    if len({product.scaling for product in products}) == 1:
+        return products
+    scaled = ((each, each.left.astype(np.float32) * np.float32(each.scaling)) for each in products)
+    return [each._replace(left=left, right=each.right.astype(np.float32), scaling=1.0) for each, left in scaled]
+
+
+def _sum(products: Sequence[Product]) -> Product:
+    """Return the sum of changes of a weight."""
+    if len(products) == 1:
+        return products[0]
+    alike = _alike(products)
+    left, right = np.concatenate([each.left for each in alike], -1), np.concatenate([each.right for each in alike], -2)
+    return alike[0]._replace(left=left, right=right)
