@@ -720,7 +720,8 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
-        if adapter.mlx or sizes is None or module in unclear or not base.find(name):
+        plain = adapter.mlx and _last(module) not in CONV1D
+        if plain or sizes is None or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         # PEFT never transposes one expert.
@@ -749,7 +750,9 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
     if not {A, B} <= parts.keys():
         return None
     a, b = adapter.shape(parts[A]), adapter.shape(parts[B])
-    return (b[0], a[1]) if len(a) == len(b) == 2 else None
+    if len(a) != 2 or len(b) != 2:
+        return None
+    return (b[1], a[0]) if adapter.mlx else (b[0], a[1])
 
 
 def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
@@ -839,11 +842,12 @@ def _guesses(
         if module in parameters:
             known = {True} if model_type in _IN_FIRST else set()
             choices = [experts.get(outermost(module), set()), every_expert, known]
-        elif model_type in CONV1D_MODELS:
+        elif model_type in CONV1D_MODELS and not adapter.mlx:
             choices = [{last in CONV1D}]
         else:
             choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
-            if every_layer <= {flag} and not (unsure and last in CONV1D):
+            unknown = adapter.mlx and model_type in (None, *CONV1D_MODELS)  # of MLX, which turns them, or transformers
+            if every_layer <= {flag} and not (unsure and last in CONV1D) and not unknown:
                 choices.append({flag})
         guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
     return guesses

@@ -254,7 +254,7 @@ class Merge:
         by_columns = a == lora.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
-            by_columns = shapes[a] == (rows, rank) and not linear
+            by_columns = shapes[a] == (rows, rank) and (not linear or module in fit.transposed)
         elif lora.MAGNITUDE in parts and stacked:
             raise refused(lora.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
         inner, outer = (rows, columns) if by_columns else (columns, rows)
