@@ -93,7 +93,9 @@ continue.""",
     *PATTERNS,
     argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
     ADAPTER,
-    argument("--base", "BASE", "write SOURCE, a LoRA adapter of this model, as a .gguf file for llama.cpp"),
+    argument(
+        "--base", "BASE", "write SOURCE, a LoRA adapter of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder)"
+    ),
     repeated(
         "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
     ),

@@ -6,7 +6,10 @@ and columns those of A.
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -20,8 +23,10 @@ from ..adapters.adapter import Adapter, AdapterTarget, Base, Fit, heads_of
 from ..adapters.merge import Change, Merge
 from ..core import dtypes
 from ..core.arrays import Array
+from ..core.atomic_file import pieces_of, write_pieces
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint
+from ..core.files import Location
 from ..core.load import parse_target
 from ..core.opening import open_paths
 from ..core.packing import SCHEMES
@@ -30,14 +35,20 @@ from ..core.safetensors import writer
 from ..core.text import error_about, show, similar
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats import gguf, mixtures
+from ..models.choosing import EMBEDDINGS, tied_heads
 from ..models.diffusion import ARCHITECTURE, TYPE
-from ..models.family import GgufForm, gguf_architectures, gguf_form
+from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
+from ..models.module_names import stored_names
+from ..models.renamed import ModelNames
+from ..quant.finder import CONV1D, CONV1D_MODELS
 from .catalog import Catalog, is_path
 from .forms import counted, laid_out
 from .llama_cpp.gguf_models import published, titled
 from .llama_cpp.settings import ModelConfig
 from .quantize import quantize
 from .recipes import Arrangement, Move, TensorRecipe, TensorView
+from .rules import is_of_mlx
+from .sink import Sink
 
 # The weight of which llama.cpp has A with a row for each token, and B of the other axis.
 _EMBEDDING = "token_embd.weight"
@@ -207,7 +218,7 @@ def _changes_of(
     heads = heads_of([alone], config, shapes)
     for head, embedding in heads.untied.items():
         text = f"the adapter changes only one of {show(head)} and {show(embedding)}, which {title} ties"
-        raise UnsupportedError(f"{text}: llama.cpp has one tensor for both", path=adapter.checkpoint.path)
+        raise UnsupportedError(f"{text}: there is one tensor for both", path=adapter.checkpoint.path)
 
     def target(name: str) -> AdapterTarget:
         return AdapterTarget(name, shapes[name], row, work, lora.never_read)
@@ -222,10 +233,10 @@ def _changes_of(
 
 # Parts of an adapter that are no factors, and what they are.
 _OTHERS = {
-    lora.VALUE: "replaces {} (modules_to_save): llama.cpp reads only products of factors",
-    lora.TOKENS: "replaces rows of {} (trained tokens): llama.cpp reads only products of factors",
-    lora.BIAS: "is added to {} (lora_bias): llama.cpp reads only products of factors",
-    lora.MAGNITUDE: "has the norms of {} (DoRA): llama.cpp reads only products of factors",
+    lora.VALUE: "replaces {} (modules_to_save)",
+    lora.TOKENS: "replaces rows of {} (trained tokens)",
+    lora.BIAS: "is added to {} (lora_bias)",
+    lora.MAGNITUDE: "has the norms of {} (DoRA)",
 }
 
 
@@ -234,7 +245,7 @@ def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> P
     adapter = change.adapter
     for role, why in _OTHERS.items():
         if role in change.parts:
-            text = f"of the adapter {why.format(show(name))}"
+            text = f"of the adapter {why.format(show(name))}: only products of factors have a form in other programs"
             raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=change.parts[role])
     tensor = next(iter(change.parts.values()))
     left, right = merge.factors_of(change, _dtype_of(adapter, change.parts.values()))
@@ -249,7 +260,7 @@ def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> P
         whole[change.divided.number * rows : (change.divided.number + 1) * rows] = left
         left = whole
     if len(shape) > 3 or (len(shape) == 3 and not change.stacked):
-        text = f"of the adapter changes {show(name)}, which is a convolution: llama.cpp reads only factors of matrices"
+        text = f"of the adapter changes {show(name)}, which is a convolution: only factors of matrices have a form"
         raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
     return Product(left, right, change.scaling, tensor, adapter.checkpoint.path)
 
@@ -278,28 +289,33 @@ def _arranged(adapter: Adapter, products: Mapping[str, Product]) -> Adapter:
 
 # ---- files of adapters for llama.cpp ----
 
-# Dtypes of factors that llama.cpp reads; others become float32.
+# Dtypes of factors to write; others become float32.
 _WRITTEN = ("F32", "F16", "BF16")
 # Options of a conversion that apply to models alone.
 _OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
 
 
-def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
-    scheme, target = options["quantize"], parse_target(options["dtype"])
-    sources = src if isinstance(src, list) else [src]
+def _opened(stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any]) -> tuple[Adapter, Catalog]:
+    """Open an adapter and its base, which ``stack`` closes; check the options of its conversion."""
+    sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
     for key in _OF_MODELS:
         if options[key]:
             raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
-    if scheme not in (None, "q8_0"):
-        raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
     if target is not None and target.code not in _WRITTEN:
         raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
+    (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
+    return adapter, stack.enter_context(Catalog.of(base, options["storage_options"]))
+
+
+def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
+    scheme, target = options["quantize"], parse_target(options["dtype"])
+    if scheme not in (None, "q8_0"):
+        raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
     with ExitStack() as stack:
-        (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
-        catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+        adapter, catalog = _opened(stack, src, base, options)
         architecture, recipes, products = _in_llama_cpp(adapter, catalog)
         _check_head(products, catalog if recipes is None else recipes, catalog.title)
         path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
@@ -316,7 +332,7 @@ def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict
             left = left.astype(np.float32) * (alphas[name] / alpha)
         pair = (left, right.swapaxes(-1, -2)) if name == _EMBEDDING else (right, left)
         for end, factor in zip(("a", "b"), pair, strict=True):
-            tensors[f"{name}.lora_{end}"] = _written(np.ascontiguousarray(factor), target, scheme)
+            tensors[f"{name}.lora_{end}"] = _written(factor, target, scheme)
     name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
     keys = {
         ARCHITECTURE: architecture,
@@ -333,10 +349,123 @@ def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict
 def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> Any:
     """Return a factor in the dtype or the blocks to write; llama.cpp's converter writes F16 where no blocks fit."""
     if scheme is not None and factor.shape[-1] % SCHEMES[scheme].block == 0:
-        return quantize(factor, "q8_0")
+        return quantize(np.ascontiguousarray(factor), "q8_0")
     row = dtypes.row_of(factor.dtype)
     kept = row.name if row is not None and row.code in _WRITTEN else "float32"
-    return astype(factor, "float16" if scheme is not None else kept if target is None else target.name)
+    return astype(
+        np.ascontiguousarray(factor), "float16" if scheme is not None else kept if target is None else target.name
+    )
+
+
+# ---- folders of adapters, for PEFT and mlx-lm ----
+
+_MLX_FILE, _PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
+_LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
+
+
+def to_folder(
+    src: Any, base: Any, options: Mapping[str, Any], place: Location, *, overwrite: bool
+) -> tuple[list[str], int, int]:
+    """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
+    if options["quantize"] is not None or place.files.remote:
+        what = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
+        raise ValueError(f"{what}: the folder of an adapter has plain tensors, and is on a disk")
+    with ExitStack() as stack:
+        adapter, catalog = _opened(stack, src, base, options)
+        if catalog.format == GGUF:
+            raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
+        stored = {name: tuple(catalog.about(name).shape) for name in catalog}
+        if adapter.gguf:
+            _, recipes, products = _in_llama_cpp(adapter, catalog)
+            products = _taken_back(recipes or {}, products, stored.__getitem__)
+        else:
+            products = _changes_of(adapter, catalog.title, catalog.config, stored, None)
+        whole = {name: _sum(group) for name, group in products.items()}
+        as_peft = adapter.mlx or adapter.gguf
+        factors, settings = (_as_peft if as_peft else _as_mlx)(whole, catalog)
+    target = parse_target(options["dtype"])
+    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
+    text, name = (json.dumps(settings, indent=2) + "\n").encode(), _PEFT_FILE if as_peft else _MLX_FILE
+    sink = Sink(place.files, place.path)
+    there = sorted(sink.names() & {name, lora.CONFIG})
+    if there and not overwrite:
+        raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
+    sink.remove([name])  # no reader may find old factors beside new settings
+    with sink.writing(lora.CONFIG, len(text)) as out:
+        write_pieces(out, pieces_of(np.frombuffer(text, np.uint8)))
+    with sink.writing(name, file.size) as out:
+        file.write_to(out)
+    return [sink.shown(name)], len(factors), file.size
+
+
+def _as_mlx(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the factors and the settings of an adapter for mlx-lm, which has one rank and one scale for all."""
+    config = catalog.config or {}
+    form = mlx_form(config)
+    if form is None:
+        kind = show(config.get("model_type"))
+        raise UnsupportedError(f"{catalog.title}: model_type {kind} is not known to have a form in mlx-lm")
+    settings = ModelConfig(config, catalog.title, form)
+    if not is_of_mlx(catalog):
+        start, recipes = form.types[config["model_type"]], laid_out(catalog, settings, form).recipes
+        laid = _laid_out(recipes, {name: [product] for name, product in products.items()})
+        products = {start + name: product for name, (product,) in laid.items()}
+    rank = max(product.left.shape[-1] for product in products.values())
+    factors, keys = dict[str, Array](), dict[str, None]()
+    alike = _alike([*products.values()])
+    for name, product in zip(products, alike, strict=True):
+        more = [(0, 0)] * (product.left.ndim - 2), (0, rank - product.left.shape[-1])
+        left = np.pad(product.left, [*more[0], (0, 0), more[1]])
+        right = np.pad(product.right, [*more[0], more[1], (0, 0)])
+        module = name.removesuffix(".weight")
+        keys[_LAYER.sub("", module, count=1)] = None
+        if f".{name}".endswith(EMBEDDINGS):
+            left, right = right.swapaxes(-1, -2), left.swapaxes(-1, -2)
+        stacked = left.ndim > 2
+        factors[f"{module}.lora_a"] = right if stacked else right.T
+        factors[f"{module}.lora_b"] = left if stacked else left.T
+    about = {"rank": rank, "scale": alike[0].scaling, "dropout": 0.0, "keys": [*keys]}
+    return factors, {
+        "fine_tune_type": "lora",
+        "num_layers": settings.size(form.blocks),
+        "lora_parameters": about,
+    }
+
+
+def _as_peft(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the factors and the settings of an adapter for PEFT."""
+    config = catalog.config or {}
+    known = ModelNames(config, stored_names(catalog, catalog.title))
+    in_memory = {stored: name for name, stored in known.places.items() if isinstance(stored, str)}
+    tied = {*tied_heads(config, [*catalog]).values()}
+    factors: dict[str, Array] = {}
+    ranks, alphas, turned = dict[str, int](), dict[str, float](), set[bool]()
+    for name, product in products.items():
+        module = in_memory.get(name, name).removesuffix(".weight")
+        if product.left.ndim > 2 or name not in in_memory:
+            raise product.refused(f"changes {show(name)}, which is no module of transformers")
+        if name in tied:
+            raise product.refused(f"changes {show(name)}, which is the head too: PEFT's modules change alone")
+        in_first = config.get("model_type") in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
+        a, b, embeds = product.right, product.left, f".{name}".endswith(EMBEDDINGS)
+        turned.add(in_first)
+        if embeds or in_first:
+            a, b = b.T, a.T
+        ends = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
+        factors |= {f"base_model.model.{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
+        ranks[module], alphas[module] = len(a), product.scaling * len(a)
+    rank, alpha = (max(dict.fromkeys(each.values()), key=[*each.values()].count) for each in (ranks, alphas))
+    return factors, {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": [*ranks],
+        "rank_pattern": {module: each for module, each in ranks.items() if each != rank},
+        "alpha_pattern": {module: each for module, each in alphas.items() if each != alpha},
+        "fan_in_fan_out": turned == {True},
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 # ---- products through recipes ----
@@ -357,7 +486,7 @@ def _laid_out(recipes: Mapping[str, TensorRecipe], products: _Products) -> dict[
         if parts:
             result[target] = [_joined(parts, recipe.shape)]
     for name in products.keys() - placed:
-        raise products[name][0].refused(f"changes {show(name)}, which llama.cpp does not have")
+        raise products[name][0].refused(f"changes {show(name)}, which the other form of the model leaves out")
     first = {name: min(order.get(source, len(order)) for source in recipes[name].sources) for name in result}
     return {name: result[name] for name in sorted(result, key=first.__getitem__)}
 
@@ -404,8 +533,8 @@ def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = (
     if arrangement is None:
         return product
     if arrangement.function is not None or arrangement.shape is not None or product.left.ndim > 2:
-        kept = "computes a function of" if arrangement.function is not None else "divides the heads of"
-        raise product.refused(f"changes {show(move.source)}: llama.cpp {kept} this weight, which no factors can follow")
+        how = "computed" if arrangement.function is not None else "divided by heads"
+        raise product.refused(f"changes {show(move.source)}, which is {how} in the other form: no factors can follow")
     if arrangement.inverse == back:
         left, right = product.left, product.right
         left = left if arrangement.rows is None else left[arrangement.rows]
@@ -442,14 +571,14 @@ def _joined(parts: Mapping[int | None, Sequence[Product]], shape: tuple[int, ...
         items = {item: _sum(group) for item, group in parts.items()}
         product = next(iter(items.values()))
         if len({each.left.shape for each in items.values()}) > 1:
-            raise product.refused("has another rank than that of other experts, which llama.cpp has in one tensor")
+            raise product.refused("has another rank than that of other experts, which are one tensor in the other form")
         alike = dict(zip(items, _alike([*items.values()]), strict=True))
         left, right = (np.zeros((shape[0], *part.shape), part.dtype) for part in alike[next(iter(alike))][:2])
         for item, each in alike.items():
             left[item], right[item] = each.left, each.right
         product = product._replace(left=left, right=right, scaling=next(iter(alike.values())).scaling)
     if product.shape != shape:
-        text = f"changes a matrix of {list(product.shape)}, which llama.cpp has as {list(shape)}"
+        text = f"changes a matrix of {list(product.shape)}, which is {list(shape)} in the other form"
         raise product.refused(f"{text}: no factors can follow")
     return product
 

@@ -136,9 +136,10 @@ def convert(
             ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
-        base: the model of the LoRA adapter ``src``, which becomes a file for llama.cpp, ".gguf", in the dtype of
-            ``dtype``, in its own, or with ``quantize="q8_0"``. A folder of transformers or a GGUF file of a family that
-            `families` lists for GGUF.
+        base: the model of the LoRA adapter ``src``, which becomes a file for llama.cpp, ".gguf", or a folder for
+            mlx-lm, if it is PEFT's, and else for PEFT; in its own dtype, that of ``dtype``, or with
+            ``quantize="q8_0"`` for llama.cpp. A folder of transformers, or for llama.cpp also a GGUF file, of a family
+            that `families` lists.
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
             of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
             name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
@@ -212,10 +213,17 @@ def convert(
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
         if base is not None:
-            from .adapter_forms import for_llama_cpp  # only here: most conversions are of models
+            from .adapter_forms import for_llama_cpp, to_folder  # only here: most conversions are of models
 
-            if format != "gguf" and not str(place).lower().endswith(".gguf"):
-                raise ValueError(f'base= writes an adapter for llama.cpp: {show(place)} must end with ".gguf"')
+            location = destinations.where(place, storage_options)
+            if destinations.is_folder(location, format):
+                files, count, nbytes = to_folder(src, base, options, location, overwrite=overwrite)
+                seconds = time.perf_counter() - started
+                return ConvertReport(location.shown, SAFETENSORS, files, count, nbytes, seconds, None)
+            if format != "gguf" and not location.path.lower().endswith(".gguf"):
+                raise ValueError(
+                    f'base= writes a folder or a file for llama.cpp: {show(location.shown)} must end with ".gguf"'
+                )
             src, options = for_llama_cpp(src, base, options)
         with caching(cache):
             if destinations.is_written_to(dst):
