@@ -257,7 +257,7 @@ def refused(match, base, path, error=safeload.SafeloadError):
             {"adapter__alora__invocation_tokens": np.array([1], np.uint32)},
         ),
         ("is for models of architecture 'qwen2', but .* is llama", {}, {"general__architecture": "qwen2"}),
-        ('\'"lora_alpha" must be a number|"lora_alpha" must be a number', {}, {"adapter__lora__alpha": "8"}),
+        ('"adapter.lora.alpha" must be a number', {}, {"adapter__lora__alpha": "8"}),
         ("has no counterpart: A and B belong together", {A: None}, {}),
         ("is no factor of LoRA, and llama.cpp does not read it", {"blk.0.attn_norm.weight": np.ones(64)}, {}),
         ("these are no factors of a matrix", {A: np.ones((3, 64), np.float32)}, {}),

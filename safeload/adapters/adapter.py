@@ -47,8 +47,6 @@ _REFUSED = {
 }
 # Limits on lists of names, which are compared with the names of modules.
 _MAX_NAMES, _MAX_NAME_LENGTH = 10_000, 1000
-# The key of tokens that activate an adapter of llama.cpp.
-_INVOCATION = "adapter.alora.invocation_tokens"
 # A plain pattern: the end of a name; "." matches any character. A config may have one for each module.
 _PLAIN = re.compile(r"\^?[\w.]+", re.ASCII)
 # Limit on patterns of any other form, because each is tried on each module.
@@ -138,19 +136,6 @@ def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
     return bool(value)
 
 
-def _settings_in(metadata: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """Return the settings in the metadata of a GGUF file as PEFT has them; refuse what is no plain LoRA."""
-    for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
-        if metadata.get(key) != expected:
-            text = f"{key} must be {show(expected)} for llama.cpp, got {show(metadata.get(key))}"
-            raise error_about(UnsupportedError, text, path=path)
-    if metadata.get(_INVOCATION) is not None:
-        text = f"{_INVOCATION} activates the adapter after some tokens only, which no merged weight can do"
-        raise error_about(UnsupportedError, text, path=path)
-    alpha = metadata.get("adapter.lora.alpha", 0.0)
-    return {"peft_type": "LORA", "lora_alpha": float(alpha) if isinstance(alpha, (float, np.floating)) else alpha}
-
-
 # ---- tensors ----
 
 # Roles of an adapter's tensors.
@@ -177,8 +162,8 @@ _ROLE = re.compile(
 )
 _MLX = {".lora_a": A, ".lora_b": B, ".m": MAGNITUDE}
 _MLX_ROLE = re.compile(r"\.(lora_[ab]|m)()()\Z", re.ASCII)  # with the groups of `_ROLE`
-_GGUF = {".lora_a": A, ".lora_b": B}
-_GGUF_ROLE = re.compile(r"(?:\.weight)?\.(lora_[ab])()()\Z", re.ASCII)
+_GGUF = {"lora_a": A, "lora_b": B}
+_GGUF_ROLE = re.compile(r"(?:\.weight)?\.(lora_[ab])\Z", re.ASCII)
 # Each role needs at least one of these partners.
 _FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
 _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
@@ -189,56 +174,41 @@ _NOT_LORA = ("lora_", "ia3_", "vera_", "prompt_", "oft_", "boft_", "ranknum")
 
 
 class Adapter:
-    """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base."""
+    """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base.
 
-    # Of an adapter that was arranged for its base: the base tensors of its modules, and the factors of their products.
-    fit: Fit | None = None
-    scalings: Mapping[str, float] = MappingProxyType({})
+    A subclass for each dialect reads its settings, and the module and the role in a tensor's name.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, weight: float = 1.0) -> None:
+    writer = ""
+    mlx = False  # factors are transposed
+    gguf = False  # names and rows are those of llama.cpp, see `safeload.conversion.adapter_forms`
+    fit: Fit | None = None  # the base tensors of all modules, if they are known
+    default_rank: int | None = None  # None: only the shapes tell
+    alpha = 1.0
+    dora: bool | None = False  # rows are rescaled to magnitudes; None: where a module has them
+    rslora = False  # the factor is alpha / sqrt(r) instead of alpha / r
+    transposed = False  # weights of the base are [in, out]
+    ranks: Mapping[str, float] = MappingProxyType({})
+    alphas: Mapping[str, float] = MappingProxyType({})
+    # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
+    parameters: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    tying = False  # PEFT kept the head and the embedding of a tied model equal
+    indices: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # numbers of tokens by the end of the module's name
+
+    def __init__(self, checkpoint: Checkpoint, weight: float, config: Mapping[str, Any], config_at: Location) -> None:
         self.checkpoint, self.weight = checkpoint, weight
-        file = checkpoint.weight_files[0]
-        self.gguf = checkpoint.format == GGUF  # of llama.cpp
-        if self.gguf:
-            self.config_at = Location(file.files, file.place)
-            config = self.config = _settings_in(checkpoint.metadata, self.config_at.shown)
-        else:
-            _check_names(checkpoint)
-            self.config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
-            try:
-                config = self.config = read_json(self.config_at.path, CONFIG, file.files)
-            except FileNotFoundError:
-                _check_names(checkpoint, "")
-                raise
-        path = self.config_at.shown
-        self.mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
-        self.default_rank: int | None = None  # only the shapes tell
-        if self.mlx:
-            kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
-            if kind not in ("lora", "dora"):
-                text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
-                raise error_about(UnsupportedError, text, path=path)
-            if not isinstance(inner, Mapping):
-                raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
-            self.alpha = _number(inner, "scale", None, path)  # the factor itself
-            self.dora = kind == "dora"
-            config = {}  # it has no other settings
-        else:
-            _check_method(config, path)
-            self.default_rank = int(_number(config, "r", _RANK, path, whole=True))
-            self.alpha = _number(config, "lora_alpha", _ALPHA, path)
-            self.dora = _flag(config, "use_dora", path)  # rows are rescaled to magnitudes
-        self.rslora = _flag(config, "use_rslora", path)  # the factor is alpha / sqrt(r) instead of alpha / r
-        self.transposed = _flag(config, "fan_in_fan_out", path)  # weights of the base are [in, out]
-        self.ranks = _numbers(config, "rank_pattern", path, whole=True)
-        self.alphas = _numbers(config, "alpha_pattern", path)
-        # Name endings: of target tensors other than a module's ``weight``, and of the modules copied and trained.
-        self.parameters = _names(config, "target_parameters", path)
-        self.saved = _names(config, "modules_to_save", path)
-        self._indices = _token_indices(config, path)
-        # PEFT kept the head and the embedding of a tied model equal.
-        self.tying = _flag(config, "ensure_weight_tying", path)
+        self.config, self.config_at = config, config_at
+        self.read_settings(config, config_at.shown)
         self.modules = self._modules()
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        """Set the attributes that the dialect has, and refuse what it has besides LoRA."""
+        raise NotImplementedError
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        """Return the module and the role of a tensor."""
+        raise NotImplementedError
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha of a module; for MLX the factor."""
@@ -246,12 +216,7 @@ class Adapter:
         return alpha
 
     def scaling(self, module: str, rank: int, tensor: str) -> float:
-        if self.fit is not None:
-            return self.scalings[module] * self.weight
-        if self.mlx:
-            return self.alpha * self.weight
-        if self.gguf:  # llama.cpp takes an alpha of 0 for none
-            return (self.alpha / rank if self.alpha else 1.0) * self.weight
+        """Return the factor of a module's product, with the weight of the adapter."""
         expected = _of_module(self.ranks, "rank_pattern", module, self.default_rank)
         if rank < 1 or expected != rank:
             key = "r" if expected == self.default_rank else "rank_pattern"
@@ -274,8 +239,8 @@ class Adapter:
         """The numbers of the tokens whose rows a tensor of the adapter has, by its name."""
         tokens = {}
         for module, parts in ((module, parts) for module, parts in self.modules.items() if TOKENS in parts):
-            ends = [end for end in self._indices if f".{module}".endswith(f".{end}" if end else "")]
-            tokens[parts[TOKENS]] = self._indices[max(ends, key=len)] if ends else ()
+            ends = [end for end in self.indices if f".{module}".endswith(f".{end}" if end else "")]
+            tokens[parts[TOKENS]] = self.indices[max(ends, key=len)] if ends else ()
         return tokens
 
     def rank(self, module: str) -> int:
@@ -288,17 +253,9 @@ class Adapter:
         """Group tensor names by module of the base and role; a whole tensor is its own module."""
         checkpoint = self.checkpoint
         modules: dict[str, dict[str, str]] = {}
-        wrappers = _WRAPPED
-        if not (self.mlx or self.gguf):  # the names of a saved state dict contain the adapter's own name
-            roles = (match for name in checkpoint if (match := _ROLE.search(name)) is not None and match[2])
-            own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
-            if len(own) > 1:
-                text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
-                raise error_about(UnsupportedError, text, path=checkpoint.path)
-            wrappers = [f"{_SAVED}{own[0]}.", *_WRAPPED]
         # Without the base's own values, stored beside their replacements.
         for name in (name for name in checkpoint if _UNUSED not in name):
-            module, part = self._parse_name(name, wrappers)
+            module, part = self.parse_name(name)
             parts = modules.setdefault(module, {})
             if part == VALUE and _SAVED in name and part in parts:  # PEFT writes a saved module's trained bias twice
                 continue
@@ -316,21 +273,15 @@ class Adapter:
                 if part in parts and not partners & parts.keys():
                     text = "of the adapter has no counterpart: A and B belong together"
                     raise error_about(FormatError, text, path=checkpoint.path, tensor=parts[part])
-            if parts.keys() & {A, EMBEDDING_A} and self.dora != (MAGNITUDE in parts):
+            if parts.keys() & {A, EMBEDDING_A} and self.dora not in (None, MAGNITUDE in parts):
                 state = "no magnitude" if self.dora else "a magnitude"
                 text = f"the module of tensor {show(next(iter(parts.values())))} has {state}, which contradicts "
                 raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
         return modules
 
-    def _parse_name(self, name: str, wrappers: Iterable[str]) -> tuple[str, str]:
-        """Return the module and the role of an adapter tensor."""
+    def factor_of(self, name: str, prefix: str, pattern: re.Pattern[str], roles: Mapping[str, str]) -> tuple[str, str]:
+        """Return the module and the role of a tensor by a pattern; refuse names of other methods."""
         bare = unwrapped(name)
-        prefix, pattern, roles = ("", _MLX_ROLE, _MLX) if self.mlx else (_PREFIX, _ROLE, _PEFT)
-        if self.gguf:
-            prefix, pattern, roles = "", _GGUF_ROLE, _GGUF
-        if not bare.startswith(prefix):
-            text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
-            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
         rest = bare.removeprefix(prefix)
         match = pattern.search(rest)
         if match is not None and (part := roles.get(f".{match[1]}{match[3] or ''}")) is not None:
@@ -339,13 +290,117 @@ class Adapter:
             named = "" if (kind := foreign_kind(bare)) is None else f" ({kind})"
             text = f"of the adapter belongs to a method other than LoRA{named}; merge this adapter with PEFT"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        if self.gguf:
+        return rest, VALUE
+
+
+class _PeftAdapter(Adapter):
+    writer = "PEFT"
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        _check_method(config, path)
+        self.default_rank = int(_number(config, "r", _RANK, path, whole=True))
+        self.alpha = _number(config, "lora_alpha", _ALPHA, path)
+        self.dora = _flag(config, "use_dora", path)
+        self.rslora = _flag(config, "use_rslora", path)
+        self.transposed = _flag(config, "fan_in_fan_out", path)
+        self.ranks = _numbers(config, "rank_pattern", path, whole=True)
+        self.alphas = _numbers(config, "alpha_pattern", path)
+        self.parameters = _names(config, "target_parameters", path)
+        self.saved = _names(config, "modules_to_save", path)
+        self.indices = _token_indices(config, path)
+        self.tying = _flag(config, "ensure_weight_tying", path)
+
+    @cached_property
+    def _wrappers(self) -> list[str]:
+        """The wrappers in names, which in a saved state dict contain the adapter's own name."""
+        roles = (match for name in self.checkpoint if (match := _ROLE.search(name)) is not None and match[2])
+        own = list(dict.fromkeys(match[2] for match in roles)) or ["default"]
+        if len(own) > 1:
+            text = f"several adapters in one file: {', '.join(map(show, own[:5]))}; save each one with PEFT"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path)
+        return [f"{_SAVED}{own[0]}.", *_WRAPPED]
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        wrappers = self._wrappers
+        if not unwrapped(name).startswith(_PREFIX):
+            text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        module, part = self.factor_of(name, _PREFIX, _ROLE, _PEFT)
+        for wrapped in wrappers if part == VALUE else ():
+            while wrapped in module:  # wrappers can nest
+                module = module.replace(wrapped, ".")
+        return module, part
+
+
+class _MlxAdapter(Adapter):
+    writer, mlx = "MLX", True
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
+        if kind not in ("lora", "dora"):
+            text = f'"fine_tune_type" must be "lora" or "dora", got {show(kind)}'
+            raise error_about(UnsupportedError, text, path=path)
+        if not isinstance(inner, Mapping):
+            raise FormatError(f'"lora_parameters" must be an object with rank and scale, got {show(inner)}', path)
+        self.alpha = _number(inner, "scale", None, path)  # the factor itself
+        self.dora = kind == "dora"
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        module, part = self.factor_of(name, "", _MLX_ROLE, _MLX)
+        for wrapped in _WRAPPED if part == VALUE else ():
+            while wrapped in module:
+                module = module.replace(wrapped, ".")
+        return module, part
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        return self.alpha * self.weight
+
+
+class _LlamaCppAdapter(Adapter):
+    """An adapter in a GGUF file, whose metadata are its configuration."""
+
+    writer, gguf = "llama.cpp", True
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if config.get(key) != expected:
+                text = f"{key} must be {show(expected)} for llama.cpp, got {show(config.get(key))}"
+                raise error_about(UnsupportedError, text, path=path)
+        if config.get(tokens := "adapter.alora.invocation_tokens") is not None:
+            text = f"{tokens} activates the adapter after some tokens only, which no merged weight can do"
+            raise error_about(UnsupportedError, text, path=path)
+        alpha = config.get("adapter.lora.alpha", 0.0)
+        number = float(alpha) if isinstance(alpha, (float, np.floating)) else alpha
+        self.alpha = _number({"adapter.lora.alpha": number}, "adapter.lora.alpha", None, path)
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        match = _GGUF_ROLE.search(name)
+        if match is None:
             text = "of the adapter is no factor of LoRA, and llama.cpp does not read it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        for wrapped in wrappers:
-            while wrapped in rest:  # wrappers can nest
-                rest = rest.replace(wrapped, ".")
-        return rest, VALUE
+        return name[: match.start()], _GGUF[match[1]]
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        return (self.alpha / rank if self.alpha else 1.0) * self.weight  # llama.cpp takes an alpha of 0 for none
+
+
+def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
+    """Return an open checkpoint as an adapter, in the dialect of its names and its configuration."""
+    file = checkpoint.weight_files[0]
+    if checkpoint.format == GGUF:
+        config: Any = checkpoint.metadata
+        return _LlamaCppAdapter(
+            checkpoint, weight, {key: config[key] for key in config}, Location(file.files, file.place)
+        )
+    _check_names(checkpoint)
+    config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
+    try:
+        config = read_json(config_at.path, CONFIG, file.files)
+    except FileNotFoundError:
+        _check_names(checkpoint, "")
+        raise
+    mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
+    return (_MlxAdapter if mlx else _PeftAdapter)(checkpoint, weight, config, config_at)
 
 
 def listed(adapters: Any) -> list[tuple[Any, float]]:
@@ -377,7 +432,7 @@ def opened(
         (open_paths(path, None, None, "refuse", True, storage_options=storage_options), weight)
         for path, weight in adapters
     )
-    return [Adapter(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
+    return [adapter_of(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
 def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:

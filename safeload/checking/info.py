@@ -421,7 +421,7 @@ def _adapter(path: str, opened: Checkpoint, base: Paths | None, storage_options:
 def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping[str, Any] | None) -> AdapterSummary:
     from ..adapters import adapter as parts  # imported here: few files are adapters
 
-    adapter = parts.Adapter(opened)
+    adapter = parts.adapter_of(opened)
     modules = adapter.modules
     factors = {name: module for name, module in modules.items() if {parts.A, parts.EMBEDDING_A} & module.keys()}
     names = [parts.outermost(name) for name in factors]
@@ -433,7 +433,7 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
     return AdapterSummary(
         " and ".join(method) or "LoRA",
-        "llama.cpp" if adapter.gguf else "MLX" if adapter.mlx else "PEFT",
+        adapter.writer,
         sorted(filter(None, ranks)),
         sorted(alphas),
         dict(kinds),
@@ -441,7 +441,7 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
         list(adapter.parameters),
         [name for name, module in modules.items() if parts.VALUE in module],
         sum(parts.BIAS in module for module in modules.values()),
-        adapter.config,
+        dict(adapter.config),
         None if base is None else _fitted(adapter, base, storage_options)[0],
     )
 
@@ -462,7 +462,7 @@ def _fitted(
 
 def misfits_of(source: Any, base: Paths, storage_options: Mapping[str, Any] | None = None) -> Iterator[Finding]:
     """Find the tensors of an adapter, a path or an open checkpoint, that do not fit a base."""
-    from ..adapters.adapter import Adapter  # only here: importing these takes milliseconds
+    from ..adapters.adapter import adapter_of  # only here: importing these takes milliseconds
     from ..conversion.catalog import is_path
     from .findings import find
 
@@ -470,7 +470,7 @@ def misfits_of(source: Any, base: Paths, storage_options: Mapping[str, Any] | No
     with reading as opened:
         _is_adapter(opened.path, opened, base)
         try:
-            _, problems = _fitted(Adapter(opened), base, storage_options)
+            _, problems = _fitted(adapter_of(opened), base, storage_options)
         except (FormatError, UnsupportedError) as error:
             problems = [error]
     for problem in problems:

@@ -78,7 +78,7 @@ class Product(NamedTuple):
         return error_about(UnsupportedError, f"of the adapter {why}", path=self.path, tensor=self.tensor)
 
 
-_Products = Mapping[str, Sequence[Product]]  # by the weight that they change
+_Products = dict[str, Product]  # by the weight that they change
 
 
 # ---- adapters and their bases ----
@@ -99,7 +99,7 @@ def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadErro
                 _check_head(products, catalog, catalog.title)
             else:
                 products = _taken_back(recipes, products, lambda name: catalog.about(name).shape)
-            adapter = _arranged(adapter, {name: _sum(group) for name, group in products.items()})
+            adapter = _arranged(adapter, products)
         result.append(adapter)
     return result
 
@@ -133,7 +133,7 @@ def _check_head(products: _Products, names: Collection[str], title: str) -> None
     """Refuse the change of an embedding that is the head too: llama.cpp computes no head with such factors."""
     if _EMBEDDING in products and _HEAD not in names:
         text = f"changes {_EMBEDDING}, which is the head of {title} too: the head would change with it"
-        raise products[_EMBEDDING][0].refused(text)
+        raise products[_EMBEDDING].refused(text)
 
 
 def _recipes_of(catalog: Catalog) -> tuple[Mapping[str, TensorRecipe], GgufForm]:
@@ -149,33 +149,32 @@ def _recipes_of(catalog: Catalog) -> tuple[Mapping[str, TensorRecipe], GgufForm]
 
 def _of_llama_cpp(
     adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], title: str, problems: list[SafeloadError] | None
-) -> dict[str, list[Product]]:
+) -> _Products:
     """Return the changes in an adapter of llama.cpp, which fit tensors of these shapes."""
-    result: dict[str, list[Product]] = {}
+    result: _Products = {}
     for module, parts in adapter.modules.items():
         first, second = parts[lora.A], parts[lora.B]
         name = first.removesuffix(".lora_a")
         a, b = _read(adapter, first, second)
         left, right = (a, b.T) if name == _EMBEDDING else (b, a)
-        error: SafeloadError | None = None
+        problem: str | None = None
         if name not in shapes:
-            near = similar(name, [*shapes])
-            text = f"of the adapter belongs to {show(name)}, which {title} does not have"
-            text += f"; similar names: {', '.join(near)}" if near else ""
-            error = error_about(TensorNotFoundError, text, path=adapter.checkpoint.path, tensor=first)
+            problem = f"of the adapter belongs to {show(name)}, which {title} does not have"
+            problem += f"; similar names: {', '.join(near)}" if (near := similar(name, [*shapes])) else ""
         elif not (left.ndim == right.ndim > 1 and left.shape[-1] == right.shape[-2] > 0):
-            text = f"is {list(a.shape)} and {show(second)} is {list(b.shape)}: these are no factors of a matrix"
-            error = error_about(FormatError, text, path=adapter.checkpoint.path, tensor=first)
+            problem = f"is {list(a.shape)} and {show(second)} is {list(b.shape)}: these are no factors of a matrix"
         elif (shape := (*left.shape[:-1], right.shape[-1])) != shapes[name] or left.shape[:-2] != right.shape[:-2]:
-            text = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
-            error = error_about(FormatError, f"{text}{list(shapes[name])}", path=adapter.checkpoint.path, tensor=first)
-        if error is None:
+            problem = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
+            problem += str(list(shapes[name]))
+        if problem is None:
             scaling = _alone(adapter).scaling(module, left.shape[-1], first)
-            result[name] = [Product(left, right, scaling, first, adapter.checkpoint.path)]
-        elif problems is None:
+            result[name] = Product(left, right, scaling, first, adapter.checkpoint.path)
+            continue
+        kind = FormatError if name in shapes else TensorNotFoundError
+        error = error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
+        if problems is None:
             raise error
-        else:
-            problems.append(error)
+        problems.append(error)
     return result
 
 
@@ -211,7 +210,7 @@ def _changes_of(
     config: Mapping[str, Any] | None,
     shapes: Mapping[str, tuple[int, ...]],  # of the base, by the names in its files
     problems: list[SafeloadError] | None,
-) -> dict[str, list[Product]]:
+) -> _Products:
     """Return the changes of an adapter of PEFT or MLX by stored names."""
     alone = _alone(adapter)
     row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
@@ -226,7 +225,7 @@ def _changes_of(
     base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
     merge = Merge(base, [alone], heads, problems=problems)
     return {
-        name: [_product(merge, change, name, shapes[name]) for change in changes]
+        name: _sum([_product(merge, change, name, shapes[name]) for change in changes])
         for name, changes in merge.changes.items()
     }
 
@@ -265,26 +264,32 @@ def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> P
     return Product(left, right, change.scaling, tensor, adapter.checkpoint.path)
 
 
-def _arranged(adapter: Adapter, products: Mapping[str, Product]) -> Adapter:
+class _ArrangedAdapter(Adapter):
+    """An adapter in memory with the names and the order of its base; its configuration has the scales of tensors."""
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        self.fit = Fit({name.removesuffix(".weight"): name for name in config}, frozenset(), {})
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        module, _, role = name.rpartition(".lora_")
+        return module.removesuffix(".weight"), role
+
+    def scaling(self, module: str, rank: int, tensor: str) -> float:
+        return float(self.config[module]) * self.weight
+
+
+def _arranged(adapter: Adapter, products: _Products) -> Adapter:
     """Return an adapter with these changes, whose tensors are in memory."""
-    result, tensors = copy(adapter), {}
-    result.modules, result.gguf, result.mlx = {}, False, False
-    parameters: dict[str, str] = {}
-    scalings: dict[str, float] = {}
-    for name, product in products.items():
+    tensors = {}
+    for name, product in products.items():  # as PEFT has the factors of stacks
         left, right = (part if part.ndim == 3 else part[None] for part in (product.left, product.right))
-        rank = right.shape[-2]
-        a, b = f"{name}.lora_A", f"{name}.lora_B"  # as PEFT has those of stacks
-        tensors[a] = np.ascontiguousarray(right.reshape(-1, right.shape[-1]))
-        tensors[b] = np.ascontiguousarray(left.transpose(1, 2, 0).reshape(-1, rank * len(left)))
-        module = name.removesuffix(".weight")
-        result.modules[module] = {lora.A: a, lora.B: b}
-        parameters[module], scalings[name] = name, product.scaling
-    result.fit, result.scalings = Fit(parameters, frozenset(), {}), scalings
+        tensors[f"{name}.lora_{lora.A}"] = np.ascontiguousarray(right.reshape(-1, right.shape[-1]))
+        tensors[f"{name}.lora_{lora.B}"] = np.ascontiguousarray(left.transpose(1, 2, 0).reshape(left.shape[1], -1))
     file = BytesIO(writer(tensors, None).to_bytes())
     file.name = adapter.checkpoint.path
-    result.checkpoint = Checkpoint(open_paths(file, None, None, "refuse"))
-    return result
+    checkpoint = Checkpoint(open_paths(file, None, None, "refuse"))
+    scalings = {name: product.scaling for name, product in products.items()}
+    return _ArrangedAdapter(checkpoint, adapter.weight, scalings, adapter.config_at)
 
 
 # ---- files of adapters for llama.cpp ----
@@ -319,15 +324,13 @@ def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict
         architecture, recipes, products = _in_llama_cpp(adapter, catalog)
         _check_head(products, catalog if recipes is None else recipes, catalog.title)
         path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
-    whole = {name: _sum(group) for name, group in products.items()}
-    alphas = {name: np.float32(product.scaling * product.left.shape[-1]) for name, product in whole.items()}
+    alphas = {name: np.float32(product.scaling * product.left.shape[-1]) for name, product in products.items()}
     alpha = max(dict.fromkeys(alphas.values()), key=[*alphas.values()].count)
     if not all(alphas.values()):
         text = "lora_alpha is 0, which llama.cpp takes for a scale of 1"
         raise UnsupportedError(f"{path}: {text}", path=path)
     tensors: dict[str, Any] = {}
-    for name, product in whole.items():
-        left, right = product.left, product.right
+    for name, (left, right, *_) in products.items():
         if alphas[name] != alpha:  # there is one alpha for all
             left = left.astype(np.float32) * (alphas[name] / alpha)
         pair = (left, right.swapaxes(-1, -2)) if name == _EMBEDDING else (right, left)
@@ -380,9 +383,8 @@ def to_folder(
             products = _taken_back(recipes or {}, products, stored.__getitem__)
         else:
             products = _changes_of(adapter, catalog.title, catalog.config, stored, None)
-        whole = {name: _sum(group) for name, group in products.items()}
         as_peft = adapter.mlx or adapter.gguf
-        factors, settings = (_as_peft if as_peft else _as_mlx)(whole, catalog)
+        factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
     target = parse_target(options["dtype"])
     file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
     text, name = (json.dumps(settings, indent=2) + "\n").encode(), _PEFT_FILE if as_peft else _MLX_FILE
@@ -398,7 +400,7 @@ def to_folder(
     return [sink.shown(name)], len(factors), file.size
 
 
-def _as_mlx(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+def _as_mlx(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the factors and the settings of an adapter for mlx-lm, which has one rank and one scale for all."""
     config = catalog.config or {}
     form = mlx_form(config)
@@ -408,31 +410,22 @@ def _as_mlx(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[str
     settings = ModelConfig(config, catalog.title, form)
     if not is_of_mlx(catalog):
         start, recipes = form.types[config["model_type"]], laid_out(catalog, settings, form).recipes
-        laid = _laid_out(recipes, {name: [product] for name, product in products.items()})
-        products = {start + name: product for name, (product,) in laid.items()}
+        products = {start + name: product for name, product in _laid_out(recipes, products).items()}
     rank = max(product.left.shape[-1] for product in products.values())
     factors, keys = dict[str, Array](), dict[str, None]()
     alike = _alike([*products.values()])
-    for name, product in zip(products, alike, strict=True):
-        more = [(0, 0)] * (product.left.ndim - 2), (0, rank - product.left.shape[-1])
-        left = np.pad(product.left, [*more[0], (0, 0), more[1]])
-        right = np.pad(product.right, [*more[0], more[1], (0, 0)])
-        module = name.removesuffix(".weight")
+    for name, (left, right, *_) in zip(products, alike, strict=True):
+        stacked, more = [(0, 0)] * (left.ndim - 2), (0, rank - left.shape[-1])
+        left, right = np.pad(left, [*stacked, (0, 0), more]), np.pad(right, [*stacked, more, (0, 0)])
+        embeds, module = f".{name}".endswith(EMBEDDINGS), name.removesuffix(".weight")
+        pair = (right, left) if stacked else (left, right) if embeds else (right.T, left.T)
+        factors[f"{module}.lora_a"], factors[f"{module}.lora_b"] = pair
         keys[_LAYER.sub("", module, count=1)] = None
-        if f".{name}".endswith(EMBEDDINGS):
-            left, right = right.swapaxes(-1, -2), left.swapaxes(-1, -2)
-        stacked = left.ndim > 2
-        factors[f"{module}.lora_a"] = right if stacked else right.T
-        factors[f"{module}.lora_b"] = left if stacked else left.T
     about = {"rank": rank, "scale": alike[0].scaling, "dropout": 0.0, "keys": [*keys]}
-    return factors, {
-        "fine_tune_type": "lora",
-        "num_layers": settings.size(form.blocks),
-        "lora_parameters": about,
-    }
+    return factors, {"fine_tune_type": "lora", "num_layers": settings.size(form.blocks), "lora_parameters": about}
 
 
-def _as_peft(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
     """Return the factors and the settings of an adapter for PEFT."""
     config = catalog.config or {}
     known = ModelNames(config, stored_names(catalog, catalog.title))
@@ -471,42 +464,40 @@ def _as_peft(products: Mapping[str, Product], catalog: Catalog) -> tuple[dict[st
 # ---- products through recipes ----
 
 
-def _laid_out(recipes: Mapping[str, TensorRecipe], products: _Products) -> dict[str, list[Product]]:
+def _laid_out(recipes: Mapping[str, TensorRecipe], products: _Products) -> _Products:
     """Return the changes of tensors that recipes make, in the order of the changes of their sources."""
     order = {name: k for k, name in enumerate(products)}
-    result: dict[str, list[Product]] = {}
+    result: dict[str, tuple[int, Product]] = {}
     placed = set[str]()
     for target, recipe in recipes.items():
         parts: dict[int | None, list[Product]] = {}
-        for move in recipe.moves:
-            for product in products.get(move.source, ()):
-                placed.add(move.source)
-                moved = _moved(_part_of(product, move.read), move, back=False)
-                parts.setdefault(move.written.item, []).append(moved)
+        for move in (move for move in recipe.moves if move.source in products):
+            moved = _moved(_part_of(products[move.source], move.read), move, back=False)
+            parts.setdefault(move.written.item, []).append(moved)
         if parts:
-            result[target] = [_joined(parts, recipe.shape)]
+            sources = products.keys() & recipe.sources
+            result[target] = min(map(order.__getitem__, sources)), _joined(parts, recipe.shape)
+            placed |= sources
     for name in products.keys() - placed:
-        raise products[name][0].refused(f"changes {show(name)}, which the other form of the model leaves out")
-    first = {name: min(order.get(source, len(order)) for source in recipes[name].sources) for name in result}
-    return {name: result[name] for name in sorted(result, key=first.__getitem__)}
+        raise products[name].refused(f"changes {show(name)}, which the other form of the model leaves out")
+    return {name: result[name][1] for name in sorted(result, key=lambda name: result[name][0])}
 
 
 def _taken_back(
     recipes: Mapping[str, TensorRecipe], products: _Products, shape: Callable[[str], Sequence[int]]
-) -> dict[str, list[Product]]:
+) -> _Products:
     """Return the changes of the sources of tensors that recipes make; ``shape`` returns that of a source."""
     parts: dict[str, dict[int | None, list[Product]]] = {}
-    for target, group in products.items():
-        for product in group:
-            if not recipes[target].moves:
-                raise product.refused(f"changes {show(target)}, which is computed from the config")
-            for move in recipes[target].moves:
-                sizes = tuple(shape(move.source))
-                item = sizes if move.read.item is None else sizes[1:]
-                moved = _moved(_part_of(product, move.written), move, back=True, shape=item)
-                whole = _whole_of(moved, move.read, item)
-                parts.setdefault(move.source, {}).setdefault(move.read.item, []).append(whole)
-    return {source: [_joined(items, tuple(shape(source)))] for source, items in parts.items()}
+    for target, product in products.items():
+        if not recipes[target].moves:
+            raise product.refused(f"changes {show(target)}, which is computed from the config")
+        for move in recipes[target].moves:
+            sizes = tuple(shape(move.source))
+            item = sizes if move.read.item is None else sizes[1:]
+            moved = _moved(_part_of(product, move.written), move, back=True, shape=item)
+            whole = _whole_of(moved, move.read, item)
+            parts.setdefault(move.source, {}).setdefault(move.read.item, []).append(whole)
+    return {source: _joined(items, tuple(shape(source))) for source, items in parts.items()}
 
 
 def _part_of(product: Product, view: TensorView) -> Product:
@@ -539,10 +530,10 @@ def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = (
         left, right = product.left, product.right
         left = left if arrangement.rows is None else left[arrangement.rows]
         right = right if arrangement.columns is None else right[:, arrangement.columns]
-        product = _multiplied(product._replace(left=left, right=right), arrangement, back=False)
-        return product.turned if arrangement.transposed else product
-    product = product.turned if arrangement.transposed else product
+        product = product._replace(left=left, right=right)
+        return _multiplied(product.turned if arrangement.transposed else product, arrangement, back=False)
     product = _multiplied(product, arrangement, back=True)
+    product = product.turned if arrangement.transposed else product
     left, right = product.left, product.right
     if arrangement.rows is not None:
         left = np.zeros((shape[0], left.shape[1]), left.dtype)
@@ -566,17 +557,19 @@ def _multiplied(product: Product, arrangement: Arrangement, *, back: bool) -> Pr
 def _joined(parts: Mapping[int | None, Sequence[Product]], shape: tuple[int, ...]) -> Product:
     """Return the change of a tensor from those of its items, or of the whole tensor, which is None."""
     if None in parts:
-        product = _sum([each for group in parts.values() for each in group])
+        product = _sum(parts[None])
     else:
         items = {item: _sum(group) for item, group in parts.items()}
         product = next(iter(items.values()))
         if len({each.left.shape for each in items.values()}) > 1:
             raise product.refused("has another rank than that of other experts, which are one tensor in the other form")
-        alike = dict(zip(items, _alike([*items.values()]), strict=True))
-        left, right = (np.zeros((shape[0], *part.shape), part.dtype) for part in alike[next(iter(alike))][:2])
-        for item, each in alike.items():
+        alike = _alike([*items.values()])
+        kinds = {part.dtype for each in alike for part in each[:2]}
+        dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+        left, right = (np.zeros((shape[0], *part.shape), dtype) for part in product[:2])
+        for item, each in zip(items, alike, strict=True):
             left[item], right[item] = each.left, each.right
-        product = product._replace(left=left, right=right, scaling=next(iter(alike.values())).scaling)
+        product = product._replace(left=left, right=right, scaling=alike[0].scaling)
     if product.shape != shape:
         text = f"changes a matrix of {list(product.shape)}, which is {list(shape)} in the other form"
         raise product.refused(f"{text}: no factors can follow")
