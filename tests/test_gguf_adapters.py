@@ -1,5 +1,6 @@
 """LoRA adapters of llama.cpp: merged, and written with the bytes of llama.cpp's own converter."""
 
+import io
 import json
 
 import numpy as np
@@ -85,6 +86,14 @@ def test_the_same_file_for_a_base_in_gguf(model, tmp_path):
     safeload.convert(base, tmp_path / "base.gguf")
     expected = written(base, adapter).read_bytes()
     assert written(tmp_path / "base.gguf", adapter).read_bytes() == expected
+
+
+def test_into_a_file_object(model):
+    base, adapter = model("llama3")
+    file = io.BytesIO()
+    with safeload.open(base) as opened:
+        safeload.convert(adapter, file, base=opened, format="gguf")
+    assert file.getvalue() == written(base, adapter).read_bytes()
 
 
 def test_from_gguf_in_another_dtype(model):

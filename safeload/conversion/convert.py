@@ -215,15 +215,14 @@ def convert(
         if base is not None:
             from .adapter_forms import for_llama_cpp, to_folder  # only here: most conversions are of models
 
-            location = destinations.where(place, storage_options)
-            if destinations.is_folder(location, format):
+            location = None if format == "gguf" else destinations.where(place, storage_options)
+            if location is not None and destinations.is_folder(location, format):
                 files, count, nbytes = to_folder(src, base, options, location, overwrite=overwrite)
                 seconds = time.perf_counter() - started
                 return ConvertReport(location.shown, SAFETENSORS, files, count, nbytes, seconds, None)
-            if format != "gguf" and not location.path.lower().endswith(".gguf"):
-                raise ValueError(
-                    f'base= writes a folder or a file for llama.cpp: {show(location.shown)} must end with ".gguf"'
-                )
+            if location is not None and not location.path.lower().endswith(".gguf"):
+                text = "base= writes a folder, or a file for llama.cpp"
+                raise ValueError(f'{text}: {show(location.shown)} must end with ".gguf"')
             src, options = for_llama_cpp(src, base, options)
         with caching(cache):
             if destinations.is_written_to(dst):
