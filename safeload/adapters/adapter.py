@@ -181,7 +181,7 @@ class Adapter:
 
     writer = ""
     mlx = False  # factors are transposed
-    gguf = False  # names and rows are those of llama.cpp, see `safeload.conversion.adapter_forms`
+    gguf = False  # llama.cpp's names and rows, see `safeload.conversion.adapter_forms`
     fit: Fit | None = None  # the base tensors of all modules, if they are known
     default_rank: int | None = None  # None: only the shapes tell
     alpha = 1.0
@@ -357,7 +357,7 @@ class _MlxAdapter(Adapter):
 
 
 class _LlamaCppAdapter(Adapter):
-    """An adapter in a GGUF file, whose metadata are its configuration."""
+    """An adapter in a GGUF file, configured by its metadata."""
 
     writer, gguf = "llama.cpp", True
 
@@ -901,7 +901,7 @@ def _guesses(
             choices = [{last in CONV1D}]
         else:
             choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
-            unknown = adapter.mlx and model_type in (None, *CONV1D_MODELS)  # of MLX, which turns them, or transformers
+            unknown = adapter.mlx and model_type in (None, *CONV1D_MODELS)  # in the form of MLX or transformers?
             if every_layer <= {flag} and not (unsure and last in CONV1D) and not unknown:
                 choices.append({flag})
         guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)

@@ -1,7 +1,7 @@
-"""LoRA adapters in the form of llama.cpp: merged into models of transformers, and the other way round, and written.
+"""LoRA adapters in the form of llama.cpp: merged into both forms of a model; and adapters written for other programs.
 
-A family's table says how llama.cpp arranges each weight. A weight changes by B A, so rows of the weight are those of B,
-and columns those of A.
+A family's table says how llama.cpp and mlx-lm arrange each weight. A weight changes by B A: its rows are the rows of B,
+its columns the columns of A.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from .catalog import Catalog, is_path
+from .destinations import refuse_inputs
 from .forms import counted, laid_out
 from .llama_cpp.gguf_models import published, titled
 from .llama_cpp.settings import ModelConfig
@@ -85,7 +86,7 @@ _Products = dict[str, Product]  # by the weight that they change
 
 
 def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadError] | None = None) -> list[Adapter]:
-    """Return adapters with the names and the order of a base, a checkpoint or a catalog, of which one is of llama.cpp.
+    """Return adapters with the names and the order of a base, a checkpoint or a catalog, if either is of llama.cpp.
 
     ``problems`` gets the misfits; None raises the first.
     """
@@ -230,7 +231,7 @@ def _changes_of(
     }
 
 
-# Parts of an adapter that are no factors, and what they are.
+# Parts of an adapter other than factors.
 _OTHERS = {
     lora.VALUE: "replaces {} (modules_to_save)",
     lora.TOKENS: "replaces rows of {} (trained tokens)",
@@ -279,7 +280,7 @@ class _ArrangedAdapter(Adapter):
 
 
 def _arranged(adapter: Adapter, products: _Products) -> Adapter:
-    """Return an adapter with these changes, whose tensors are in memory."""
+    """Return an adapter with these changes and tensors in memory."""
     tensors = {}
     for name, product in products.items():  # as PEFT has the factors of stacks
         left, right = (part if part.ndim == 3 else part[None] for part in (product.left, product.right))
@@ -294,14 +295,16 @@ def _arranged(adapter: Adapter, products: _Products) -> Adapter:
 
 # ---- files of adapters for llama.cpp ----
 
-# Dtypes of factors to write; others become float32.
+# Dtypes of factors to write; any other becomes float32.
 _WRITTEN = ("F32", "F16", "BF16")
 # Options of a conversion that apply to models alone.
 _OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
 
 
-def _opened(stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any]) -> tuple[Adapter, Catalog]:
-    """Open an adapter and its base, which ``stack`` closes; check the options of its conversion."""
+def _opened(
+    stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+) -> tuple[Adapter, Catalog]:
+    """Open an adapter and its base, which ``stack`` closes; check the options and the ``paths`` of the result."""
     sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
@@ -311,16 +314,22 @@ def _opened(stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any]) -
     if target is not None and target.code not in _WRITTEN:
         raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
     (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
-    return adapter, stack.enter_context(Catalog.of(base, options["storage_options"]))
+    catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+    files = [*adapter.checkpoint.weight_files, *catalog.weight_files]
+    for path in paths:
+        refuse_inputs(path, [adapter.config_at.path, *(file.path for file in files)])
+    return adapter, catalog
 
 
-def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def for_llama_cpp(
+    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
     scheme, target = options["quantize"], parse_target(options["dtype"])
     if scheme not in (None, "q8_0"):
         raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options)
+        adapter, catalog = _opened(stack, src, base, options, paths)
         architecture, recipes, products = _in_llama_cpp(adapter, catalog)
         _check_head(products, catalog if recipes is None else recipes, catalog.title)
         path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
@@ -331,7 +340,7 @@ def for_llama_cpp(src: Any, base: Any, options: Mapping[str, Any]) -> tuple[dict
         raise UnsupportedError(f"{path}: {text}", path=path)
     tensors: dict[str, Any] = {}
     for name, (left, right, *_) in products.items():
-        if alphas[name] != alpha:  # there is one alpha for all
+        if alphas[name] != alpha:  # the file has a single alpha
             left = left.astype(np.float32) * (alphas[name] / alpha)
         pair = (left, right.swapaxes(-1, -2)) if name == _EMBEDDING else (right, left)
         for end, factor in zip(("a", "b"), pair, strict=True):
@@ -371,10 +380,11 @@ def to_folder(
 ) -> tuple[list[str], int, int]:
     """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
     if options["quantize"] is not None or place.files.remote:
-        what = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
-        raise ValueError(f"{what}: the folder of an adapter has plain tensors, and is on a disk")
+        fault = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
+        raise ValueError(f"{fault}: the folder of an adapter has plain tensors, and is on a disk")
+    sink = Sink(place.files, place.path)
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options)
+        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, _MLX_FILE, _PEFT_FILE)))
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
@@ -388,7 +398,6 @@ def to_folder(
     target = parse_target(options["dtype"])
     file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
     text, name = (json.dumps(settings, indent=2) + "\n").encode(), _PEFT_FILE if as_peft else _MLX_FILE
-    sink = Sink(place.files, place.path)
     there = sorted(sink.names() & {name, lora.CONFIG})
     if there and not overwrite:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
@@ -401,7 +410,7 @@ def to_folder(
 
 
 def _as_mlx(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the factors and the settings of an adapter for mlx-lm, which has one rank and one scale for all."""
+    """Return the factors and the settings of an adapter for mlx-lm, which has a single rank and scale."""
     config = catalog.config or {}
     form = mlx_form(config)
     if form is None:
@@ -519,7 +528,7 @@ def _whole_of(product: Product, view: TensorView, shape: Sequence[int]) -> Produ
 
 
 def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = ()) -> Product:
-    """Return a change with rows and columns as a move arranges those of the weight, or ``back`` in their own order."""
+    """Return a change with rows and columns arranged as a move arranges the weight, or ``back`` in their own order."""
     arrangement = move.arrangement
     if arrangement is None:
         return product
@@ -545,7 +554,7 @@ def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = (
 
 
 def _multiplied(product: Product, arrangement: Arrangement, *, back: bool) -> Product:
-    """Return a change of which the rows are multiplied as those of the weight."""
+    """Return a change with its rows multiplied like the rows of the weight."""
     if not arrangement.factors:
         return product
     left = product.left.astype(np.float32)
@@ -555,14 +564,14 @@ def _multiplied(product: Product, arrangement: Arrangement, *, back: bool) -> Pr
 
 
 def _joined(parts: Mapping[int | None, Sequence[Product]], shape: tuple[int, ...]) -> Product:
-    """Return the change of a tensor from those of its items, or of the whole tensor, which is None."""
+    """Return the change of a tensor from those of its items, or of the whole tensor (None)."""
     if None in parts:
         product = _sum(parts[None])
     else:
         items = {item: _sum(group) for item, group in parts.items()}
         product = next(iter(items.values()))
         if len({each.left.shape for each in items.values()}) > 1:
-            raise product.refused("has another rank than that of other experts, which are one tensor in the other form")
+            raise product.refused("has another rank than other experts, which are one tensor in the other form")
         alike = _alike([*items.values()])
         kinds = {part.dtype for each in alike for part in each[:2]}
         dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)

@@ -136,10 +136,10 @@ def convert(
             ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
-        base: the model of the LoRA adapter ``src``, which becomes a file for llama.cpp, ".gguf", or a folder for
-            mlx-lm, if it is PEFT's, and else for PEFT; in its own dtype, that of ``dtype``, or with
-            ``quantize="q8_0"`` for llama.cpp. A folder of transformers, or for llama.cpp also a GGUF file, of a family
-            that `families` lists.
+        base: the model of the LoRA adapter ``src``. A ".gguf" file is written for llama.cpp; a folder for mlx-lm if the
+            adapter is PEFT's, else for PEFT. Factors keep their dtype without ``dtype``; llama.cpp also has
+            ``quantize="q8_0"``. The base is a folder of transformers, or for llama.cpp a GGUF file, of a family in
+            `families`.
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
             of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
             name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
@@ -223,7 +223,7 @@ def convert(
             if location is not None and not location.path.lower().endswith(".gguf"):
                 text = "base= writes a folder, or a file for llama.cpp"
                 raise ValueError(f'{text}: {show(location.shown)} must end with ".gguf"')
-            src, options = for_llama_cpp(src, base, options)
+            src, options = for_llama_cpp(src, base, options, () if destinations.is_written_to(dst) else (place,))
         with caching(cache):
             if destinations.is_written_to(dst):
                 if record:

@@ -415,7 +415,7 @@ def _pooling(files: TokenizerFiles) -> int | None:
 
 
 def published(catalog: Catalog) -> tuple[dict[str, TensorRecipe], ModelConfig, GgufForm, list[str]]:
-    """Return the recipes of a model of transformers, its config, the form of the file, and what the file lacks."""
+    """Return the recipes of a model of transformers, its config, the form of the file, and notes of losses."""
     metadata = catalog.metadata
     architecture = str(metadata[ARCHITECTURE])
     known = gguf_architectures()
