@@ -172,10 +172,9 @@ def _of_llama_cpp(
             result[name] = Product(left, right, scaling, first, adapter.checkpoint.path)
             continue
         kind = FormatError if name in shapes else TensorNotFoundError
-        error = error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
         if problems is None:
-            raise error
-        problems.append(error)
+            raise error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
+        problems.append(error_about(kind, problem, path=adapter.checkpoint.path, tensor=first))
     return result
 
 
