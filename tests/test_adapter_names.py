@@ -134,7 +134,8 @@ def test_what_is_not_merged_is_named(kind, name, tmp_path):
     assert kind in str(caught.value)
     assert repr(name) in str(caught.value)
     (note,) = safeload.info(tmp_path / "a.safetensors").notes
-    assert note == f"{kind}: changes to the weights of a base model, not a complete model; safeload does not merge it"
+    advice = "pass it as adapters= with its base" if "GGUF" in kind else "safeload does not merge it"
+    assert note == f"{kind}: changes to the weights of a base model, not a complete model; {advice}"
 
 
 # Names of factors of diffusion models.

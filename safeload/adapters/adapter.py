@@ -1,4 +1,4 @@
-"""Open adapters of PEFT, MLX and diffusion models: their settings, and their tensors by module and role."""
+"""Open adapters of PEFT, MLX, llama.cpp and diffusion models: settings, and tensors by module and role."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from contextlib import ExitStack
 from itertools import accumulate
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from ..core.checkpoint import Checkpoint
 from ..core.files import Location, read_json
 from ..core.forking import cached_property
 from ..core.opening import open_paths
+from ..core.registry import GGUF
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.module_names import adapter_kind, diffusion_writer, foreign_kind, unwrapped
@@ -196,6 +199,8 @@ _DIFFUSION = {
     ".down.weight": A,
     ".up.weight": B,
 }
+_GGUF = {"lora_a": A, "lora_b": B}
+_GGUF_ROLE = re.compile(r"(?:\.weight)?\.(lora_[ab])\Z", re.ASCII)
 # Each role needs at least one of these partners.
 _FACTORS = {A: {B}, B: {A}, EMBEDDING_A: {EMBEDDING_B}, EMBEDDING_B: {EMBEDDING_A}}
 _PARTNERS = {**_FACTORS, BIAS: {B}, MAGNITUDE: {B, EMBEDDING_B}}
@@ -214,6 +219,14 @@ def _names_of(kind: kinds.AdapterKind) -> tuple[re.Pattern[str], Mapping[str, st
     return re.compile(pattern, re.ASCII), {f".{stem}{end}": stems[stem] for stem in stems for end in ("", ".weight")}
 
 
+class Fit(NamedTuple):
+    """How the modules of an adapter map to a base."""
+
+    parameters: Mapping[str, str]  # module -> tensor other than its ``weight``
+    transposed: frozenset[str]  # modules with weights stored as [in, out]
+    unclear: Mapping[str, str]  # module -> reason why it cannot be merged
+
+
 class Adapter:
     """An open adapter: the settings behind the values of merged tensors, and its tensors by module of the base.
 
@@ -226,6 +239,8 @@ class Adapter:
     kind = kinds.KINDS["LORA"]
     settings: Mapping[str, Any] = MappingProxyType({})  # of the kind
     kept: Mapping[str, int] = MappingProxyType({})  # ranks after training, by module
+    gguf = False  # llama.cpp's names and rows, see `safeload.conversion.adapter_forms`
+    fit: Fit | None = None  # the base tensors of all modules, if they are known
     default_rank: int | None = None  # None: only the shapes tell
     alpha = 1.0
     dora: bool | None = False  # rows are rescaled to magnitudes; None: where a module has them
@@ -303,6 +318,8 @@ class Adapter:
     def rank(self, module: str) -> int:
         """Return the rank of a module that changes a weight, summed over the matrices of a stack; 0 if it has none."""
         shapes = self.shapes(self.modules[module])
+        if self.gguf:
+            return sum(shapes[B][-1:])
         if self.mlx or EMBEDDING_A in shapes:
             shape = shapes.get(EMBEDDING_A, shapes.get(A, ()))
             return sum(shape[1:2] if self.mlx else shape[:1])
@@ -436,7 +453,7 @@ class _PeftAdapter(Adapter):
 
 
 class _MlxAdapter(Adapter):
-    writer, mlx, turns = "MLX", True, False
+    writer, mlx = "MLX", True
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
@@ -549,9 +566,43 @@ def _settings_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return config
 
 
+class _LlamaCppAdapter(Adapter):
+    """An adapter in a GGUF file, configured by its metadata."""
+
+    writer, gguf = "llama.cpp", True
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
+            if config.get(key) != expected:
+                text = f"{key} must be {show(expected)} for llama.cpp, got {show(config.get(key))}"
+                raise error_about(UnsupportedError, text, path=path)
+        if config.get(tokens := "adapter.alora.invocation_tokens") is not None:
+            text = f"{tokens} activates the adapter after some tokens only, which no merged weight can do"
+            raise error_about(UnsupportedError, text, path=path)
+        alpha = config.get("adapter.lora.alpha", 0.0)
+        number = float(alpha) if isinstance(alpha, (float, np.floating)) else alpha
+        self.alpha = _number({"adapter.lora.alpha": number}, "adapter.lora.alpha", None, path)
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        match = _GGUF_ROLE.search(name)
+        if match is None:
+            text = "of the adapter is no factor of LoRA, and llama.cpp does not read it"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        return name[: match.start()], _GGUF[match[1]]
+
+    def scaling(self, module: str, rank: int | None, tensor: str) -> float:
+        assert rank is not None
+        return (self.alpha / rank if self.alpha else 1.0) * self.weight  # llama.cpp takes an alpha of 0 for none
+
+
 def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
     """Return an open checkpoint as an adapter, in the dialect of its names and its configuration."""
     file = checkpoint.weight_files[0]
+    if checkpoint.format == GGUF:
+        config: Any = checkpoint.metadata
+        return _LlamaCppAdapter(
+            checkpoint, weight, {key: config[key] for key in config}, Location(file.files, file.place)
+        )
     if any(diffusion_writer(name) for name in map(unwrapped, checkpoint) if not name.startswith(_PREFIX)):
         return _DiffusionAdapter(checkpoint, weight, _settings_in(checkpoint), Location(file.files, file.place))
     _check_names(checkpoint)

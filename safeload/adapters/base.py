@@ -20,7 +20,7 @@ from ..models.module_names import stored_names, unwrapped
 from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from . import diffusion, kinds
-from .adapter import Adapter
+from .adapter import Adapter, Fit
 from .diffusion import Assembled
 from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, TOKENS, VALUE, A, B, changing
 
@@ -43,8 +43,9 @@ class AdapterTarget(NamedTuple):
     source: Source | None = None  # the plain values, if jobs can read them a few rows at a time
 
 
-def _never_read(rows: Any) -> Array:
-    raise AssertionError("the values are those of an adapter")
+def never_read(rows: Any) -> Array:
+    """Stand for the values of a tensor that is only described."""
+    raise AssertionError("the tensor is only described")
 
 
 # ---- tied heads ----
@@ -230,7 +231,7 @@ class Base:
             else:
                 continue
             work = np.dtype(np.float64 if row is not None and row.code == "F64" else np.float32)
-            self.grown.setdefault(place, AdapterTarget(place, shape, row, work, _never_read))
+            self.grown.setdefault(place, AdapterTarget(place, shape, row, work, never_read))
         if self.rows_before and not self.is_part:
             self._check_vocabulary()
 
@@ -346,16 +347,10 @@ _INSIDE = ".base_layer"
 _MAX_PARAMETERS = 6
 
 
-class Fit(NamedTuple):
-    """How the modules of an adapter map to a base."""
-
-    parameters: Mapping[str, str]  # module -> tensor, see `_parameters`; all other modules: ``weight``
-    transposed: frozenset[str]  # modules with weights stored as [in, out]
-    unclear: Mapping[str, str]  # module -> reason why it cannot be merged
-
-
 def fitted(adapter: Adapter, base: Base) -> Fit:
     """Find the tensors of a base that an adapter changes."""
+    if adapter.fit is not None:
+        return adapter.fit
     unclear: dict[str, str] = {}
     parameters = _parameters(adapter, base, unclear)
     turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
@@ -364,7 +359,8 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
         turns = "fan_in_fan_out" in (adapter.kind.known or ()) and bool(changing(parts))
-        if not adapter.turns or (sizes is None and not turns) or module in unclear or not base.find(name):
+        plain = not adapter.turns or (adapter.mlx and _last(module) not in CONV1D)
+        if plain or (sizes is None and not turns) or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         # PEFT never transposes one expert.
@@ -399,7 +395,9 @@ def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
     if not {A, B} <= parts.keys():
         return None
     a, b = adapter.shape(parts[A]), adapter.shape(parts[B])
-    return (b[0], a[1]) if len(a) == len(b) == 2 else None
+    if len(a) != 2 or len(b) != 2:
+        return None
+    return (b[1], a[0]) if adapter.mlx else (b[0], a[1])
 
 
 def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
@@ -493,11 +491,12 @@ def _guesses(
         if module in parameters:
             known = {True} if model_type in _IN_FIRST else set()
             choices = [experts.get(outermost(module), set()), every_expert, known]
-        elif model_type in CONV1D_MODELS:
+        elif model_type in CONV1D_MODELS and not adapter.mlx:
             choices = [{last in CONV1D}]
         else:
             choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
-            if every_layer <= {flag} and not (unsure and last in CONV1D):
+            unknown = adapter.mlx and model_type in (None, *CONV1D_MODELS)  # of MLX, which turns them, or transformers
+            if every_layer <= {flag} and not (unsure and last in CONV1D) and not unknown:
                 choices.append({flag})
         guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
     return guesses

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import dtypes
+from ..core import dtypes, registry
 from ..core.arrays import Array, check_disjoint, check_fits, check_out_names, index_of
 from ..core.cast import astype, target_array
 from ..core.checkpoint import Checkpoint, chosen, refuse_codes, tensors_of, with_aliases
@@ -30,8 +30,8 @@ from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
 from . import kinds
-from .adapter import CONFIG, Adapter, listed, opened
-from .base import AdapterTarget, Apart, Base, Fit, Heads, fitted, heads_of, modules_by_tensor
+from .adapter import CONFIG, Adapter, Fit, listed, opened
+from .base import AdapterTarget, Apart, Base, Heads, fitted, heads_of, modules_by_tensor
 from .diffusion import Assembled
 from .kinds import Place, Step
 
@@ -315,7 +315,7 @@ class Merge:
         by_columns = a == kinds.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
         if mlx and not stacked:
             linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
-            by_columns = shapes[a] == (rows, rank) and not linear
+            by_columns = shapes[a] == (rows, rank) and (not linear or module in fit.transposed)
         elif kinds.MAGNITUDE in parts and stacked:
             raise refused(kinds.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
         inner, outer = (rows, columns) if by_columns else (columns, rows)
@@ -426,6 +426,13 @@ class Merge:
             (trained,) = _values(adapter, [name], target.work.name)
             result[[*adapter.tokens[name]]] = astype(trained, result.dtype)
 
+    def factors_of(self, change: Change, dtype: str) -> tuple[Array, Array]:
+        """Return the factors of a change; the factors of a stack stay in memory for its other parts."""
+        parts = change.parts
+        a, b = (kinds.EMBEDDING_A, kinds.EMBEDDING_B) if kinds.EMBEDDING_A in parts else (kinds.A, kinds.B)
+        read = _factors if change.part is None else self._cached_factors
+        return read(change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns)
+
     def _steps_of(self, change: Change, dtype: str) -> Callable[[int], Step]:
         """Return the step of each matrix of a change; the factors of a stack stay in memory for its other parts."""
         parts = change.parts
@@ -440,11 +447,7 @@ class Merge:
         if kinds.BIAS in parts:
             bias = load(kinds.BIAS)[kinds.BIAS].reshape(-1, 1)
             return lambda number: Step(((bias, np.ones((1, 1), dtype)),), change.scaling)
-        a, b = (kinds.EMBEDDING_A, kinds.EMBEDDING_B) if kinds.EMBEDDING_A in parts else (kinds.A, kinds.B)
-        read = _factors if change.part is None else self._cached_factors
-        left, right = read(
-            change.adapter, parts[a], parts[b], dtype, count=change.matrices, by_columns=change.by_columns
-        )
+        left, right = self.factors_of(change, dtype)
         if "lora_mid" in parts:
             right = kinds.with_core(load("lora_mid")["lora_mid"], right[0])[None]
         return lambda number: Step(((left[number], right[number]),), change.scaling)
@@ -650,6 +653,8 @@ def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
+    if checkpoint.format == registry.GGUF or any(adapter.gguf for adapter in adapters):
+        adapters = registry.part("adapter forms").for_base(adapters, checkpoint, problems)
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}
     view = with_aliases(checkpoint, absent) if absent else checkpoint

@@ -26,7 +26,7 @@ from ..core.atomic_file import AtomicFile, Swap, existing_file
 from ..core.cast import astype
 from ..core.files import sync_folder
 from ..core.memory import check_threads
-from ..core.names import Patterns, grouped, select
+from ..core.names import Patterns, Selection, grouped
 from ..core.progress import Meter, Progress
 from ..core.showing import Report, table
 from ..core.tensors import Lazy
@@ -203,7 +203,7 @@ def extract(
         models = in_memory(stored, stored_fine)
         names = [*dict.fromkeys(name for model in models for name in model)]
         how: Any = {"rank": rank, "row": row, "rest": with_rest, "threads": threads, "told": progress}
-        factors = _compare(report, models, select(names, only, drop), **how)
+        factors = _compare(report, models, Selection(only, drop).of(names), **how)
         if not report.described:
             raise SafeloadError(f"{report.fine} equals {report.base}: there is no change to extract")
         if not factors:

@@ -79,8 +79,8 @@ class AdapterSummary(NamedTuple):
     Attributes:
         method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA", or another kind: "AdaLoRA", "VeRA", "LoHa", "LoKr",
             "IA3", "OFT", "BOFT".
-        writer: "PEFT", "MLX", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers", "XLabs" or
-            "LyCORIS".
+        writer: "PEFT", "MLX", "llama.cpp", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers",
+            "XLabs" or "LyCORIS".
         ranks: ranks of its modules, ascending; empty for IA3, OFT and BOFT.
         alphas: alphas of its modules, ascending; the scale factors of an MLX adapter. Kinds without alphas: empty.
         modules: number of modules by the last part of their names, most frequent first.

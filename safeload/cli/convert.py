@@ -58,6 +58,7 @@ _ALL = "*"  # the pattern of a scheme for all matrices
   safeload convert moondream2/ moondream.bin --layout moondream2 --dtype float16
   safeload convert DeepSeek-V3/ bf16/ --dtype bf16 --resume
   safeload convert Llama-3.2-1B/ merged/ --adapter my-lora/
+  safeload convert my-lora/ my-lora.gguf --base Llama-3.2-1B/
   safeload convert Llama-3.2-1B/ s3://bucket/llama/ --dtype float16
 
 Options apply in this order: --only and --drop select tensors by their names in the source, --adapter changes them,
@@ -108,6 +109,9 @@ continue.""",
     *PATTERNS,
     argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
     ADAPTER,
+    argument(
+        "--base", "BASE", "write SOURCE, a LoRA adapter of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder)"
+    ),
     repeated(
         "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
     ),
@@ -174,7 +178,7 @@ def convert(options: argparse.Namespace) -> int:
 
 def _refuse_check(options: argparse.Namespace) -> None:
     """Refuse to check a result that other options make differ from its sources, or that cannot be read again."""
-    names = ("only", "drop", "name", "rename", "layout", "root", "raw", "stored")
+    names = ("only", "drop", "name", "rename", "layout", "root", "raw", "stored", "base")
     option = next((name for name in names if getattr(options, name) not in (None, False)), "")
     if option:
         raise ValueError(f"--check-result compares whole models; it cannot be combined with --{option}")
@@ -222,7 +226,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
             **common.given(
                 options,
                 "dtype imatrix requantize exact scale_dtype part only drop keep raw max_shard_size format overwrite "
-                "adapters resume storage_options record",
+                "adapters base resume storage_options record",
             ),
             **how,
         )

@@ -55,6 +55,7 @@ def convert(
     rename: Renames = None,
     metadata: Mapping[str, Any] | None = None,
     adapters: Adapters = None,
+    base: Given | None = None,
     max_shard_size: int | str | None = None,
     format: WrittenName | None = None,
     extras: bool = True,
@@ -135,6 +136,10 @@ def convert(
             ".gguf", values can also be numbers and lists.
         adapters: LoRA adapters to merge before tensors are converted: a path, a pair (path, weight), or a list of
             these, see `load`. If an adapter changes packed tensors, ``dtype`` or ``quantize`` is required.
+        base: the model of the LoRA adapter ``src``. A ".gguf" file is written for llama.cpp; a folder for mlx-lm if the
+            adapter is PEFT's, else for PEFT. Factors keep their dtype without ``dtype``; llama.cpp also has
+            ``quantize="q8_0"``. The base is a folder of transformers, or for llama.cpp a GGUF file, of a family in
+            `families`.
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
             of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
             name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
@@ -207,6 +212,18 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
+        if base is not None:
+            from .adapter_forms import for_llama_cpp, to_folder  # only here: most conversions are of models
+
+            location = None if format == "gguf" else destinations.where(place, storage_options)
+            if location is not None and destinations.is_folder(location, format):
+                files, count, nbytes = to_folder(src, base, options, location, overwrite=overwrite)
+                seconds = time.perf_counter() - started
+                return ConvertReport(location.shown, SAFETENSORS, files, count, nbytes, seconds, None)
+            if location is not None and not location.path.lower().endswith(".gguf"):
+                text = "base= writes a folder, or a file for llama.cpp"
+                raise ValueError(f'{text}: {show(location.shown)} must end with ".gguf"')
+            src, options = for_llama_cpp(src, base, options, () if destinations.is_written_to(dst) else (place,))
         with caching(cache):
             if destinations.is_written_to(dst):
                 if record:
@@ -230,7 +247,12 @@ def convert(
         return report._replace(seconds=time.perf_counter() - started)
     except SafeloadError as error:
         text = str(error)
-        if error.tensor is not None and type(error) in (SafeloadError, UnsupportedError) and "drop=" not in text:
+        if (
+            base is None
+            and error.tensor is not None
+            and type(error) in (SafeloadError, UnsupportedError)
+            and "drop=" not in text
+        ):
             advised = text.replace("leave it out", "leave it out with drop=")
             error.args = (advised if advised != text else f"{text}; drop= leaves it out",)
         raise

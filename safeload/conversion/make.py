@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, listed, opened
-from ..adapters.base import AdapterTarget, Apart, Base, Fit, Heads, heads_of
+from ..adapters.adapter import Adapter, Fit, listed, opened
+from ..adapters.base import AdapterTarget, Apart, Base, Heads, heads_of
 from ..adapters.diffusion import Assembled
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
 from ..core import dtypes, jobs, packing
@@ -27,7 +27,7 @@ from ..core.memory import private_array, windows
 from ..core.names import Renames, renamed
 from ..core.progress import Progress
 from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
-from ..core.registry import SAFETENSORS, row_of
+from ..core.registry import GGUF, SAFETENSORS, row_of
 from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
 from ..core.source import Source, of_array
@@ -808,7 +808,11 @@ def merged(
     weighted = listed(adapters)
     if not weighted:
         return catalog
-    opened_adapters = opened(stack, weighted, storage_options)
+    opened_adapters: Sequence[Adapter] = opened(stack, weighted, storage_options)
+    if catalog.format == GGUF or any(adapter.gguf for adapter in opened_adapters):
+        from .adapter_forms import for_base  # only here: most adapters have the names of their base
+
+        opened_adapters = for_base(opened_adapters, catalog)
     heads = heads_of(opened_adapters, catalog.config, {name for name in catalog if isinstance(name, str)})
     result = _merged(catalog, opened_adapters, heads)
     if not with_config or catalog.config is None:
@@ -829,6 +833,9 @@ def planned_adapters(catalog: Catalog) -> list[dict[str, Any]]:
     items = merge.base.places.items()
     places = {key: {name: place for name, place in items if isinstance(place, kind)} for key, kind in _PLACES.items()}
     for adapter, fit in zip(merge.adapters, merge.fits, strict=True):
+        if adapter.fit is not None:
+            text = f"{adapter.checkpoint.path}: an adapter in another form than its base, or with a base in GGUF, is "
+            raise UnsupportedError(f"{text}not merged in pieces: merge it first, without executor= and resume=")
         if adapter.checkpoint.weight_files[0].files.remote:
             raise in_memory("an adapter from a URL is open", "a conversion in pieces")
         paths = [*(file.place for file in adapter.checkpoint.weight_files), adapter.config_at.path]

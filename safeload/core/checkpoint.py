@@ -904,7 +904,7 @@ def load(
         root: nested container to take tensors from, such as "state_dict", see `open`.
         unknown_globals: how to treat a pickle that names objects outside the allowlist, see `open`.
         stored: True loads stored tensors as they are: codes and scales of packed weights separately.
-        adapters: LoRA adapters (PEFT or MLX) to merge while loading: a path, a pair (path, weight), or a list of these,
+        adapters: LoRA adapters (PEFT, MLX or GGUF) to merge: a path, a pair (path, weight), or a list of these,
             merged in order. Sums are computed in float32 and rounded once, to ``dtype`` or to the tensor's dtype.
             Changes of packed tensors need ``dtype``.
         storage_options: options of the filesystem behind a URL, see `open`.

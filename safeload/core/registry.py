@@ -64,6 +64,7 @@ def module_of(name: str) -> Any:
 # What safetensors, opening and checkpoints use of the rest of the package, which they do not import: with `ROWS`,
 # `CONTAINERS` and `OPENERS` the only names of it there. Any of its folders may be missing.
 PARTS = {
+    "adapter forms": "..conversion.adapter_forms",
     "adapters": "..models.module_names",
     "codes": "..quant.finder",
     "diffusion": "..models.diffusion",

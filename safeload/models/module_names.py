@@ -43,6 +43,7 @@ def stored_names(names: Iterable[str], path: str) -> dict[str, str]:
 
 # ---- adapters ----
 
+_OF_LLAMA_CPP = "a LoRA adapter of llama.cpp (GGUF)"  # merged if it is a GGUF file, which has its settings
 # The method or tool of an adapter by the names of its tensors: the first match decides.
 _KINDS = tuple(
     (re.compile(pattern, re.ASCII), kind)
@@ -67,7 +68,7 @@ _KINDS = tuple(
         (r"^(?:prompt_embeddings|prompt_encoder\.|base_model\.prompt_encoder\.)", "a trained prompt"),
         (r"^lora_(?:unet|te[0-9]?|transformer|prior|text)_", "a LoRA adapter of kohya"),
         (r"^diffusion_model\..*\.lora_", "a LoRA adapter of ComfyUI"),
-        (r"^(?:blk\..*|token_embd|output)\.weight\.lora_[ab]$", "a LoRA adapter of llama.cpp (GGUF)"),
+        (r"^(?:blk\..*|token_embd|output)\.weight\.lora_[ab]$", _OF_LLAMA_CPP),
         (r"\.processor\.(?:qkv|proj)_lora[12]?\.(?:down|up)\.", "a LoRA adapter of XLabs"),
         (r"[._]lora\.(?:down|up)\.|_lora\.(?:down|up)\.|lora_linear_layer\.", "a LoRA adapter of diffusers"),
         (r"^(?:transformer|unet|text_encoder(?:_[23])?|controlnet|prior)\..*\.lora_[AB]\.",
@@ -139,7 +140,8 @@ def adapter_note(kind: str) -> str:
 
 
 def _advice(kind: str) -> str:
-    return "pass it as adapters= with its base" if kind.startswith(_MERGED) else "safeload does not merge it"
+    merged = kind.startswith((*_MERGED, _OF_LLAMA_CPP))
+    return "pass it as adapters= with its base" if merged else "safeload does not merge it"
 
 
 def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:

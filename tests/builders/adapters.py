@@ -1,6 +1,7 @@
 """LoRA adapters as PEFT writes them, and what is merged right."""
 
 import json
+import zlib
 
 import numpy as np
 
@@ -41,3 +42,32 @@ def pair(rows=6, columns=5, rank=2, module="w", seed=0):
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((rank, columns), np.float32), rng.standard_normal((rows, rank), np.float32)
     return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+#: Parts of the names of weights that few adapters change.
+_OFTEN_FROZEN = ("norm", "embed", "lm_head", "router", "gate.weight", "wte", "wpe", "vision", "visual", "conv1d")
+
+
+def factors(name, rows, columns, rank):
+    """A and B that depend on a name alone."""
+    random = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
+    return [(random.random(shape) * 2 - 1).astype(np.float32) for shape in ((rank, columns), (rows, rank))]
+
+
+def of_model(folder, model, *, only=None, rank=4, dtype=np.float32, **config):
+    """An adapter of PEFT for the matrices of a model of `llama_models`, or for those named with one of ``only``."""
+    in_first = model["config"].get("model_type") == "gpt2"  # Conv1D
+    tensors = {}
+    for name, shape in model["tensors"].items():
+        parts = only or ("layers", "layer.", ".h.", "blocks")
+        chosen = any(part in name for part in parts) and (only or not any(part in name for part in _OFTEN_FROZEN))
+        if not (chosen and name.endswith(".weight") and len(shape) == 2):
+            continue
+        module, ends = name.removesuffix(".weight"), ("lora_A.weight", "lora_B.weight")
+        rows, columns = shape[::-1] if in_first and ".h." in name else shape
+        if "embed_tokens" in name:
+            rows, columns, ends = columns, rows, ("lora_embedding_A", "lora_embedding_B")
+        pair = factors(name, rows, columns, rank)
+        tensors |= {f"{module}.{end}": part.astype(dtype) for end, part in zip(ends, pair, strict=True)}
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "fan_in_fan_out": in_first}
+    return write(folder, tensors, settings, **config)

@@ -54,6 +54,8 @@ def library():
         ("llama_batch_get_one", _Batch, [ctypes.c_void_p, ctypes.c_int32]),
         ("llama_decode", ctypes.c_int32, [ctypes.c_void_p, _Batch]),
         ("llama_get_logits", ctypes.POINTER(ctypes.c_float), [ctypes.c_void_p]),
+        ("llama_adapter_lora_init", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+        ("llama_set_adapters_lora", ctypes.c_int32, [ctypes.c_void_p] * 2 + [ctypes.c_size_t, ctypes.c_void_p]),
         ("llama_free", None, [ctypes.c_void_p]),
         ("llama_model_free", None, [ctypes.c_void_p]),
         ("llama_log_set", None, [_QUIET, ctypes.c_void_p]),
@@ -106,8 +108,8 @@ class Model:
         assert count >= 0
         return list(ids[:count])
 
-    def logits(self, ids):
-        """The logits after each token, computed in f32 with a cache in f32."""
+    def logits(self, ids, adapters=()):
+        """The logits after each token, computed in f32 with a cache in f32; ``adapters``: files and their weights."""
         params = self._lib.llama_context_default_params()
         head = _ContextHead.from_buffer(params.bytes)
         assert (head.n_ctx, head.n_batch, head.n_ubatch) == (512, 2048, 512), "another version of llama.cpp"
@@ -118,6 +120,11 @@ class Model:
         kinds[:] = [_F32, _F32]
         context = self._lib.llama_init_from_model(self._model, params)
         assert context, b"".join(self.log[-6:]).decode(errors="replace")
+        loaded = [self._lib.llama_adapter_lora_init(self._model, str(path).encode()) for path, _ in adapters]
+        assert all(loaded), b"".join(self.log[-6:]).decode(errors="replace")
+        pointers = (ctypes.c_void_p * len(loaded))(*loaded)
+        weights = (ctypes.c_float * len(loaded))(*(weight for _, weight in adapters))
+        assert self._lib.llama_set_adapters_lora(context, pointers, len(loaded), weights) == 0
         rows = []
         for token in ids:  # one by one: the batch asks for the logits of its last token only
             array = (ctypes.c_int32 * 1)(token)

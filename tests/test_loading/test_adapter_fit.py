@@ -88,6 +88,41 @@ def test_square_layers(stored, flag, model_type, transposed, tmp_path):
         assert_merged(merged[f"{name}.weight"], before[f"{name}.weight"] + (change.T if turned else change), 3)
 
 
+@pytest.mark.parametrize(
+    ("stored", "model_type", "transposed"),
+    [
+        ({"h.attn.c_proj": "square", "h.c_attn": "wide"}, "gpt2", True),
+        ({"h.attn.c_proj": "square", "h.mlp.c_proj": "wide"}, None, True),
+        ({"h.attn.c_proj": "square", "h.c_attn": "tall"}, "gpt2", False),  # as mlx-lm has GPT-2
+        ({"h.attn.c_proj": "square"}, "gpt_bigcode", False),
+        ({"h.attn.q_proj": "square"}, None, False),
+        ({"h.attn.c_proj": "square"}, "gpt2", None),
+        ({"h.attn.c_proj": "square"}, None, None),
+    ],
+)
+def test_square_layers_of_mlx(stored, model_type, transposed, tmp_path):
+    """mlx-lm turns the matrices of Conv1D, so an adapter of MLX fits either form: other layers tell which."""
+    base = model_of(tmp_path / "base", {f"{name}.weight": SHAPES[kind] for name, kind in stored.items()}, model_type)
+    tensors = {}
+    for name, kind in stored.items():
+        b, a = pair(6 if kind == "square" else 18, 6, module=name).values()
+        tensors |= {f"{name}.lora_a": np.ascontiguousarray(b.T), f"{name}.lora_b": np.ascontiguousarray(a.T)}
+    adapter = tmp_path / "mlx"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapters.safetensors", durable=False)
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 2.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    if transposed is None:
+        with pytest.raises(safeload.UnsupportedError, match=r"c_proj.weight' of .*\[out, in\] or \[in, out\]"):
+            safeload.load(base, adapters=adapter)
+        return
+    merged, before = safeload.load(base, adapters=adapter), safeload.load(base)
+    name = next(iter(stored))
+    a, b = pair(6, 6).values()
+    change = 2 * (b @ a)
+    assert_merged(merged[f"{name}.weight"], before[f"{name}.weight"] + (change.T if transposed else change), 3)
+
+
 def test_pieces_know_what_the_whole_base_tells(tmp_path):
     """A piece has some of the tensors: which are stored as [in, out], and what experts there are, is in the plan."""
     for case in ("mixed", "experts"):

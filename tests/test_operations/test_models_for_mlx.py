@@ -62,6 +62,16 @@ def test_configs_have_all_arguments_of_mlx_lm(name, tmp_path):
         assert {*arguments} - {*part} == set()
 
 
+def test_a_family_like_another_has_its_own_matrices(tmp_path):
+    """StarCoder has the layers of GPT-2, but not its Conv1D: mlx-lm neither turns nor renames its matrices."""
+    source = llama_models.write_folder(tmp_path / "source", llama_models.listed()["gpt_bigcode"])
+    safeload.convert(source, tmp_path / "out", quantize="mlx8")
+    assert {*safeload.open(tmp_path / "out")} <= {*safeload.open(source)}
+    name = "transformer.h.0.mlp.c_fc.weight"
+    expected = safeload.load(source)[name].astype(np.float32)
+    assert np.abs(safeload.load(tmp_path / "out", dtype="float32")[name] - expected).max() < 0.01
+
+
 def test_layers_have_the_names_that_mlx_lm_knows(tmp_path):
     model = mlx_models.listed()["granite_hybrid"]
     kinds = {"mamba": "linear_attention", "attention": "full_attention"}

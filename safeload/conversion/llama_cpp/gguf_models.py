@@ -358,10 +358,14 @@ def _general_keys(
             raise files.fault(GENERATION, f"suppress_tokens must be a list of ids, got {show(tokens)}")
         keys["tokenizer.ggml.suppress_tokens"] = np.array(tokens, np.int32)
     if name.strip(". "):
-        words = name[:_LONGEST].strip().replace("-", " ").split()
-        titled = (word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
-        keys["general.name"] = " ".join(titled)
+        keys["general.name"] = titled(name)
     return {**keys, "general.size_label": _size_label(shapes)}
+
+
+def titled(name: str) -> str:
+    """Return the name for people that llama.cpp's converter makes of the name of a folder."""
+    words = name[:_LONGEST].strip().replace("-", " ").split()
+    return " ".join(word.title() if word.islower() and not _VERSION_LIKE.fullmatch(word) else word for word in words)
 
 
 def _size_label(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -405,8 +409,8 @@ def _pooling(files: TokenizerFiles) -> int | None:
 # ---- the way back ----
 
 
-def from_llama_cpp(catalog: Catalog) -> Catalog:
-    """Return the tensors, the config and the tokenizer's files of a model."""
+def published(catalog: Catalog) -> tuple[dict[str, TensorRecipe], ModelConfig, GgufForm, list[str]]:
+    """Return the recipes of a model of transformers, its config, the form of the file, and notes of losses."""
     metadata = catalog.metadata
     architecture = str(metadata[ARCHITECTURE])
     known = gguf_architectures()
@@ -439,20 +443,28 @@ def from_llama_cpp(catalog: Catalog) -> Catalog:
         text = f"the factors of rotations are not those of {KEPT}{_CONFIG}; raw=True keeps the tensors"
         raise FormatError(text, catalog.title)
     recipes = published_recipes(catalog, settings, of_text, experts if of_text is form else SINGLE)
+    return recipes, settings, form, notes
+
+
+def from_llama_cpp(catalog: Catalog) -> Catalog:
+    """Return the tensors, the config and the tokenizer's files of a model."""
+    recipes, settings, form, notes = published(catalog)
+    metadata, of_text = catalog.metadata, form.of_text
     shapes = {tensor: catalog.about(tensor).shape for tensor in catalog}
     tokens = metadata.get(TOKENS)
     rows = len(tokens) if isinstance(tokens, list) else next(iter(shapes.get("token_embd.weight", ())), 0)
     check_tensors(shapes, metadata, rows, catalog.title, form)
     refuse_missing(catalog, recipes, settings, of_text)
+    kept = kept_json(catalog, _CONFIG)
     surplus = [] if kept else [name for name in recipes if not settings.has(of_text.published, *without_numbers(name))]
     if surplus:  # transformers would drop these tensors
         text = f"{some_of(surplus)}: a config of {of_text.class_name} made from the keys of the file has no such tensor"
         raise UnsupportedError(f"{catalog.title}: {text}; raw=True keeps the tensors", tensor=surplus[0])
     recipes = _as_in_source(catalog, recipes)
-    result = RestructuredCatalog(catalog, recipes, metadata={}, config=config)
+    result = RestructuredCatalog(catalog, recipes, metadata={}, config={**settings.whole})
     result.texts, more = tokenizer_files(catalog, of_text.class_name)
     notes += more
-    if f"{architecture}.{_POOLING}" in metadata:
+    if f"{form.architecture}.{_POOLING}" in metadata:
         notes.append(f"{_MODULES}, the pooling of embeddings")
     if notes:
         warning("%s: not recovered: %s", catalog.title, "; ".join(notes))

@@ -1,6 +1,7 @@
 """Compare llama.cpp with transformers on converted models: logits in f32 and bf16, and the tokens of 50 texts.
 
-Of models with a vision tower, llama.cpp loads both parts and reads a picture.
+Of models with a vision tower, llama.cpp loads both parts and reads a picture. Adapters change the logits as if they
+were merged.
 
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER              # all models
     PYTHONPATH=tests python tests/data/llama_cpp/compare.py FOLDER qwen3 phi3   # some models
@@ -26,7 +27,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from builders import llama_cpp, llama_models
+from builders import adapters, llama_cpp, llama_models
 
 import safeload
 from safeload import gguf
@@ -164,6 +165,27 @@ def compare_back(name, entry, source, ids, folder):
         assert path is foreign or len(equal) == len(tensors) or "VLMoe" in entry["config"]["architectures"][0]
 
 
+# Models with an adapter: rows permuted, experts stacked, [in, out], q, k and v joined.
+ADAPTED = ("llama3", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gpt2", "phi3")
+
+
+def compare_adapter(name, entry, source, ids, folder):
+    """Compare llama.cpp with an adapter to llama.cpp with the merged file."""
+    adapter = adapters.of_model(folder / f"{name}-lora", entry)
+    plain, merged, path = (folder / f"{name}-{end}.gguf" for end in ("float32", "merged", "adapter"))
+    safeload.convert(adapter, path, base=source, overwrite=True)
+    for weight in (1.0, 0.3):
+        safeload.convert(source, merged, adapters=(adapter, weight), dtype="float32", overwrite=True)
+        with llama_cpp.Model(merged) as model:
+            expected = model.logits(ids)
+        with llama_cpp.Model(plain) as model:
+            changed, before = model.logits(ids, [(path, weight)]), model.logits(ids)
+        scale = expected.max() - expected.min()
+        difference, change = np.abs(changed - expected).max() / scale, np.abs(before - expected).max() / scale
+        print(f"{name} with an adapter: {difference:.1e} of {change:.1e}")
+        assert difference < TABLE < 0.1 < change, name
+
+
 def compare(name, entry, folder):
     source = llama_models.write_folder(folder / name, entry)
     config = {**entry["config"], **entry["config"].get("text_config", {})}
@@ -186,6 +208,8 @@ def compare(name, entry, folder):
         limit, value = limit_of(name, config, dtype), difference.max() if single else np.median(difference)
         print(f"{name} {dtype}: {value:.1e}")
         assert value < limit, (name, dtype, value)
+    if name in ADAPTED:
+        compare_adapter(name, entry, source, ids, folder)
 
 
 # Models whose language model of a single layer llama.cpp runs, with a template for pictures.

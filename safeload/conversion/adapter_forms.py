@@ -1,0 +1,606 @@
+"""LoRA adapters in the form of llama.cpp: merged into both forms of a model; and adapters written for other programs.
+
+A family's table says how llama.cpp and mlx-lm arrange each weight. A weight changes by B A: its rows are the rows of B,
+its columns the columns of A.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..adapters import adapter as lora
+from ..adapters import kinds
+from ..adapters.adapter import Adapter, Fit
+from ..adapters.base import AdapterTarget, Base, heads_of, never_read
+from ..adapters.merge import Change, Merge
+from ..core import dtypes
+from ..core.arrays import Array
+from ..core.atomic_file import pieces_of, write_pieces
+from ..core.cast import astype
+from ..core.checkpoint import Checkpoint
+from ..core.files import Location
+from ..core.load import parse_target
+from ..core.opening import open_paths
+from ..core.packing import SCHEMES
+from ..core.registry import GGUF
+from ..core.safetensors import writer
+from ..core.text import error_about, show, similar
+from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
+from ..formats import gguf, mixtures
+from ..models.choosing import EMBEDDINGS, tied_heads
+from ..models.diffusion import ARCHITECTURE, TYPE
+from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
+from ..models.module_names import stored_names
+from ..models.renamed import ModelNames
+from ..quant.finder import CONV1D, CONV1D_MODELS
+from .catalog import Catalog, is_path
+from .destinations import refuse_inputs
+from .forms import counted, laid_out
+from .llama_cpp.gguf_models import published, titled
+from .llama_cpp.settings import ModelConfig
+from .quantize import quantize
+from .recipes import Arrangement, Move, TensorRecipe, TensorView
+from .rules import is_of_mlx
+from .sink import Sink
+
+# The weight of which llama.cpp has A with a row for each token, and B of the other axis.
+_EMBEDDING = "token_embd.weight"
+_HEAD = "output.weight"
+
+
+class Product(NamedTuple):
+    """A change of a weight: ``scaling * left @ right``, or such a product for each matrix of a stack."""
+
+    left: Array  # [rows, r], of a stack [matrices, rows, r]
+    right: Array  # [r, columns], of a stack [matrices, r, columns]
+    scaling: float
+    tensor: str  # of the adapter, for messages
+    path: str  # of the adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return *self.left.shape[:-1], self.right.shape[-1]
+
+    @property
+    def turned(self) -> Product:
+        """The change of the transposed weight."""
+        return self._replace(left=self.right.swapaxes(-1, -2), right=self.left.swapaxes(-1, -2))
+
+    def refused(self, why: str) -> UnsupportedError:
+        return error_about(UnsupportedError, f"of the adapter {why}", path=self.path, tensor=self.tensor)
+
+
+_Products = dict[str, Product]  # by the weight that they change
+
+
+# ---- adapters and their bases ----
+
+
+def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadError] | None = None) -> list[Adapter]:
+    """Return adapters with the names and the order of a base, a checkpoint or a catalog, if either is of llama.cpp.
+
+    ``problems`` gets the misfits; None raises the first.
+    """
+    catalog = Catalog.of(base)
+    of_llama_cpp = catalog.format == GGUF and catalog.metadata.get(ARCHITECTURE) in gguf_architectures()
+    result = []
+    for adapter in adapters:
+        if adapter.gguf or of_llama_cpp:
+            _, recipes, products = _in_llama_cpp(adapter, catalog, problems)
+            if recipes is None:
+                _check_head(products, catalog, catalog.title)
+            else:
+                products = _taken_back(recipes, products, lambda name: catalog.about(name).shape)
+            adapter = _arranged(adapter, products)
+        result.append(adapter)
+    return result
+
+
+def _in_llama_cpp(
+    adapter: Adapter, catalog: Catalog, problems: list[SafeloadError] | None = None
+) -> tuple[str, Mapping[str, TensorRecipe] | None, _Products]:
+    """Return a base's architecture, how llama.cpp has its tensors (None: as they are), and an adapter's changes."""
+    stored = {name: tuple(catalog.about(name).shape) for name in catalog}
+    if catalog.format == GGUF:
+        architecture, recipes, shapes = str(catalog.metadata.get(ARCHITECTURE)), None, stored
+    else:
+        recipes, form = _recipes_of(catalog)
+        architecture, shapes = form.architecture, {name: recipe.shape for name, recipe in recipes.items()}
+    if adapter.gguf:
+        own = adapter.checkpoint.metadata.get(ARCHITECTURE)
+        if own != architecture:
+            text = f"the adapter is for models of architecture {show(own)}, but {catalog.title} is {architecture}"
+            raise UnsupportedError(f"{adapter.checkpoint.path}: {text}", path=adapter.checkpoint.path)
+        return architecture, recipes, _of_llama_cpp(adapter, shapes, catalog.title, problems)
+    if recipes is not None:
+        changes = _changes_of(adapter, catalog.title, catalog.config, stored, problems)
+        return architecture, recipes, _laid_out(recipes, changes)
+    recipes_back, settings, _, _ = published(catalog)
+    sizes = {name: recipe.shape for name, recipe in recipes_back.items()}
+    changes = _changes_of(adapter, catalog.title, settings.whole, sizes, problems)
+    return architecture, None, _taken_back(recipes_back, changes, stored.__getitem__)
+
+
+def _check_head(products: _Products, names: Collection[str], title: str) -> None:
+    """Refuse the change of an embedding that is the head too: llama.cpp computes no head with such factors."""
+    if _EMBEDDING in products and _HEAD not in names:
+        text = f"changes {_EMBEDDING}, which is the head of {title} too: the head would change with it"
+        raise products[_EMBEDDING].refused(text)
+
+
+def _recipes_of(catalog: Catalog) -> tuple[Mapping[str, TensorRecipe], GgufForm]:
+    """Return how llama.cpp has the tensors of a model of transformers, and its family."""
+    name, form = gguf_form(catalog.config)
+    if form is None:
+        has = "has no config.json that names a class" if name is None else f"is {show(name)}, which llama.cpp lacks"
+        text = f"{catalog.title} {has}: `safeload families` lists the models whose tensors have names in GGUF"
+        raise UnsupportedError(text, path=catalog.title)
+    config = ModelConfig({**(catalog.config or {}), **counted(catalog, form)}, catalog.title, form)
+    return laid_out(catalog, config, form).recipes, form
+
+
+def _of_llama_cpp(
+    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], title: str, problems: list[SafeloadError] | None
+) -> _Products:
+    """Return the changes in an adapter of llama.cpp, which fit tensors of these shapes."""
+    result: _Products = {}
+    for module, parts in adapter.modules.items():
+        first, second = parts[kinds.A], parts[kinds.B]
+        name = first.removesuffix(".lora_a")
+        a, b = _read(adapter, first, second)
+        left, right = (a, b.T) if name == _EMBEDDING else (b, a)
+        problem: str | None = None
+        if name not in shapes:
+            problem = f"of the adapter belongs to {show(name)}, which {title} does not have"
+            problem += f"; similar names: {', '.join(near)}" if (near := similar(name, [*shapes])) else ""
+        elif not (left.ndim == right.ndim > 1 and left.shape[-1] == right.shape[-2] > 0):
+            problem = f"is {list(a.shape)} and {show(second)} is {list(b.shape)}: these are no factors of a matrix"
+        elif (shape := (*left.shape[:-1], right.shape[-1])) != shapes[name] or left.shape[:-2] != right.shape[:-2]:
+            problem = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
+            problem += str(list(shapes[name]))
+        if problem is None:
+            scaling = _alone(adapter).scaling(module, left.shape[-1], first)
+            result[name] = Product(left, right, scaling, first, adapter.checkpoint.path)
+            continue
+        kind = FormatError if name in shapes else TensorNotFoundError
+        if problems is None:
+            raise error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
+        problems.append(error_about(kind, problem, path=adapter.checkpoint.path, tensor=first))
+    return result
+
+
+def _alone(adapter: Adapter) -> Adapter:
+    """Return an adapter with the weight 1."""
+    result = copy(adapter)
+    result.weight = 1.0
+    return result
+
+
+def _read(adapter: Adapter, *names: str) -> tuple[Array, ...]:
+    """Return tensors of an adapter in their dtype, or as float32 if they are in blocks or have two dtypes."""
+    dtype = _dtype_of(adapter, names)
+    for name in names:
+        code = adapter.checkpoint.tensors[name].dtype
+        if code in dtypes.BY_CODE and not dtypes.BY_CODE[code].floating:
+            text = f"of the adapter is {code}: it must be floating"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=name)
+    arrays = adapter.checkpoint.load(names, dtype=dtype, backend="pread")
+    return tuple(arrays[name] for name in names)
+
+
+def _dtype_of(adapter: Adapter, names: Iterable[str]) -> str:
+    """Return the dtype in which factors are read without rounding them."""
+    codes = {adapter.checkpoint.tensors[name].dtype for name in names}
+    row = dtypes.BY_CODE.get(codes.pop())
+    return "float32" if codes or row is None or row.packed or not row.floating else row.name
+
+
+def _changes_of(
+    adapter: Adapter,
+    title: str,
+    config: Mapping[str, Any] | None,
+    shapes: Mapping[str, tuple[int, ...]],  # of the base, by the names in its files
+    problems: list[SafeloadError] | None,
+) -> _Products:
+    """Return the changes of an adapter of PEFT or MLX by stored names."""
+    alone = _alone(adapter)
+    row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
+    heads = heads_of([alone], config, shapes)
+    for head, embedding in heads.untied.items():
+        text = f"the adapter changes only one of {show(head)} and {show(embedding)}, which {title} ties"
+        raise UnsupportedError(f"{text}: there is one tensor for both", path=adapter.checkpoint.path)
+
+    def target(name: str) -> AdapterTarget:
+        return AdapterTarget(name, shapes[name], row, work, never_read)
+
+    base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
+    merge = Merge(base, [alone], heads, problems=problems)
+    return {
+        name: _sum([_product(merge, change, name, shapes[name]) for change in changes])
+        for name, changes in merge.changes.items()
+    }
+
+
+# Parts of an adapter other than factors.
+_OTHERS = {
+    kinds.VALUE: "replaces {} (modules_to_save)",
+    kinds.TOKENS: "replaces rows of {} (trained tokens)",
+    kinds.BIAS: "is added to {} (lora_bias)",
+    kinds.MAGNITUDE: "has the norms of {} (DoRA)",
+}
+
+
+def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> Product:
+    """Return the change of a stored tensor as a product of its own rows and columns."""
+    adapter = change.adapter
+    for role, why in _OTHERS.items():
+        if role in change.parts:
+            text = f"of the adapter {why.format(show(name))}: only products of factors have a form in other programs"
+            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=change.parts[role])
+    tensor = next(iter(change.parts.values()))
+    if change.step is not None:
+        text = f"of the adapter changes {show(name)} by another kind than LoRA, which has no form in other programs"
+        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
+    left, right = merge.factors_of(change, _dtype_of(adapter, change.parts.values()))
+    if change.part is not None:
+        number, part = change.part
+        left, right = left[number, part], right[number]
+    elif not change.stacked:
+        left, right = left[0], right[0]
+    if change.divided is not None:
+        rows = len(left)
+        whole = np.zeros((shape[0], left.shape[-1]), left.dtype)
+        whole[change.divided.number * rows : (change.divided.number + 1) * rows] = left
+        left = whole
+    if len(shape) > 3 or (len(shape) == 3 and not change.stacked):
+        text = f"of the adapter changes {show(name)}, which is a convolution: only factors of matrices have a form"
+        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
+    return Product(left, right, change.scaling, tensor, adapter.checkpoint.path)
+
+
+class _ArrangedAdapter(Adapter):
+    """An adapter in memory with the names and the order of its base; its configuration has the scales of tensors."""
+
+    def read_settings(self, config: Mapping[str, Any], path: str) -> None:
+        self.fit = Fit({name.removesuffix(".weight"): name for name in config}, frozenset(), {})
+
+    def parse_name(self, name: str) -> tuple[str, str]:
+        module, _, role = name.rpartition(".lora_")
+        return module.removesuffix(".weight"), role
+
+    def scaling(self, module: str, rank: int | None, tensor: str) -> float:
+        return float(self.config[module]) * self.weight
+
+
+def _arranged(adapter: Adapter, products: _Products) -> Adapter:
+    """Return an adapter with these changes and tensors in memory."""
+    tensors = {}
+    for name, product in products.items():  # as PEFT has the factors of stacks
+        left, right = (part if part.ndim == 3 else part[None] for part in (product.left, product.right))
+        tensors[f"{name}.lora_{kinds.A}"] = np.ascontiguousarray(right.reshape(-1, right.shape[-1]))
+        tensors[f"{name}.lora_{kinds.B}"] = np.ascontiguousarray(left.transpose(1, 2, 0).reshape(left.shape[1], -1))
+    file = BytesIO(writer(tensors, None).to_bytes())
+    file.name = adapter.checkpoint.path
+    checkpoint = Checkpoint(open_paths(file, None, None, "refuse"))
+    scalings = {name: product.scaling for name, product in products.items()}
+    return _ArrangedAdapter(checkpoint, adapter.weight, scalings, adapter.config_at)
+
+
+# ---- files of adapters for llama.cpp ----
+
+# Dtypes of factors to write; any other becomes float32.
+_WRITTEN = ("F32", "F16", "BF16")
+# Options of a conversion that apply to models alone.
+_OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
+
+
+def _opened(
+    stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+) -> tuple[Adapter, Catalog]:
+    """Open an adapter and its base, which ``stack`` closes; check the options and the ``paths`` of the result."""
+    sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
+    if len(sources) != 1 or not is_path(sources[0]):
+        raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
+    for key in _OF_MODELS:
+        if options[key]:
+            raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
+    if target is not None and target.code not in _WRITTEN:
+        raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
+    (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
+    catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+    files = [*adapter.checkpoint.weight_files, *catalog.weight_files]
+    for path in paths:
+        refuse_inputs(path, [adapter.config_at.path, *(file.path for file in files)])
+    return adapter, catalog
+
+
+def for_llama_cpp(
+    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
+    scheme, target = options["quantize"], parse_target(options["dtype"])
+    if scheme not in (None, "q8_0"):
+        raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
+    with ExitStack() as stack:
+        adapter, catalog = _opened(stack, src, base, options, paths)
+        architecture, recipes, products = _in_llama_cpp(adapter, catalog)
+        _check_head(products, catalog if recipes is None else recipes, catalog.title)
+        path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
+    alphas = {name: np.float32(product.scaling * product.left.shape[-1]) for name, product in products.items()}
+    alpha = max(dict.fromkeys(alphas.values()), key=[*alphas.values()].count)
+    if not all(alphas.values()):
+        text = "lora_alpha is 0, which llama.cpp takes for a scale of 1"
+        raise UnsupportedError(f"{path}: {text}", path=path)
+    tensors: dict[str, Any] = {}
+    for name, (left, right, *_) in products.items():
+        if alphas[name] != alpha:  # the file has a single alpha
+            left = left.astype(np.float32) * (alphas[name] / alpha)
+        pair = (left, right.swapaxes(-1, -2)) if name == _EMBEDDING else (right, left)
+        for end, factor in zip(("a", "b"), pair, strict=True):
+            tensors[f"{name}.lora_{end}"] = _written(factor, target, scheme)
+    name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    keys = {
+        ARCHITECTURE: architecture,
+        TYPE: "adapter",
+        "adapter.type": "lora",
+        "general.name": metadata.get("general.name", titled(name)) if adapter.gguf else titled(name),
+        "adapter.lora.alpha": gguf.F32(alpha),
+        mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
+    }
+    metadata = {**keys, **(options["metadata"] or {})}
+    return tensors, {**options, "dtype": None, "quantize": None, "metadata": metadata, "raw": True}
+
+
+def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> Any:
+    """Return a factor in the dtype or the blocks to write; llama.cpp's converter writes F16 where no blocks fit."""
+    if scheme is not None and factor.shape[-1] % SCHEMES[scheme].block == 0:
+        return quantize(np.ascontiguousarray(factor), "q8_0")
+    row = dtypes.row_of(factor.dtype)
+    kept = row.name if row is not None and row.code in _WRITTEN else "float32"
+    return astype(
+        np.ascontiguousarray(factor), "float16" if scheme is not None else kept if target is None else target.name
+    )
+
+
+# ---- folders of adapters, for PEFT and mlx-lm ----
+
+_MLX_FILE, _PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
+_LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
+
+
+def to_folder(
+    src: Any, base: Any, options: Mapping[str, Any], place: Location, *, overwrite: bool
+) -> tuple[list[str], int, int]:
+    """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
+    if options["quantize"] is not None or place.files.remote:
+        fault = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
+        raise ValueError(f"{fault}: the folder of an adapter has plain tensors, and is on a disk")
+    sink = Sink(place.files, place.path)
+    with ExitStack() as stack:
+        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, _MLX_FILE, _PEFT_FILE)))
+        if catalog.format == GGUF:
+            raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
+        stored = {name: tuple(catalog.about(name).shape) for name in catalog}
+        if adapter.gguf:
+            _, recipes, products = _in_llama_cpp(adapter, catalog)
+            products = _taken_back(recipes or {}, products, stored.__getitem__)
+        else:
+            products = _changes_of(adapter, catalog.title, catalog.config, stored, None)
+        as_peft = adapter.mlx or adapter.gguf
+        factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
+    target = parse_target(options["dtype"])
+    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
+    text, name = (json.dumps(settings, indent=2) + "\n").encode(), _PEFT_FILE if as_peft else _MLX_FILE
+    there = sorted(sink.names() & {name, lora.CONFIG})
+    if there and not overwrite:
+        raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
+    sink.remove([name])  # no reader may find old factors beside new settings
+    with sink.writing(lora.CONFIG, len(text)) as out:
+        write_pieces(out, pieces_of(np.frombuffer(text, np.uint8)))
+    with sink.writing(name, file.size) as out:
+        file.write_to(out)
+    return [sink.shown(name)], len(factors), file.size
+
+
+def _as_mlx(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the factors and the settings of an adapter for mlx-lm, which has a single rank and scale."""
+    config = catalog.config or {}
+    form = mlx_form(config)
+    if form is None:
+        kind = show(config.get("model_type"))
+        raise UnsupportedError(f"{catalog.title}: model_type {kind} is not known to have a form in mlx-lm")
+    settings = ModelConfig(config, catalog.title, form)
+    if not is_of_mlx(catalog):
+        start, recipes = form.types[config["model_type"]], laid_out(catalog, settings, form).recipes
+        products = {start + name: product for name, product in _laid_out(recipes, products).items()}
+    rank = max(product.left.shape[-1] for product in products.values())
+    factors, keys = dict[str, Array](), dict[str, None]()
+    alike = _alike([*products.values()])
+    for name, (left, right, *_) in zip(products, alike, strict=True):
+        stacked, more = [(0, 0)] * (left.ndim - 2), (0, rank - left.shape[-1])
+        left, right = np.pad(left, [*stacked, (0, 0), more]), np.pad(right, [*stacked, more, (0, 0)])
+        embeds, module = f".{name}".endswith(EMBEDDINGS), name.removesuffix(".weight")
+        pair = (right, left) if stacked else (left, right) if embeds else (right.T, left.T)
+        factors[f"{module}.lora_a"], factors[f"{module}.lora_b"] = pair
+        keys[_LAYER.sub("", module, count=1)] = None
+    about = {"rank": rank, "scale": alike[0].scaling, "dropout": 0.0, "keys": [*keys]}
+    return factors, {"fine_tune_type": "lora", "num_layers": settings.size(form.blocks), "lora_parameters": about}
+
+
+def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the factors and the settings of an adapter for PEFT."""
+    config = catalog.config or {}
+    known = ModelNames(config, stored_names(catalog, catalog.title))
+    in_memory = {stored: name for name, stored in known.places.items() if isinstance(stored, str)}
+    tied = {*tied_heads(config, [*catalog]).values()}
+    factors: dict[str, Array] = {}
+    ranks, alphas, turned = dict[str, int](), dict[str, float](), set[bool]()
+    for name, product in products.items():
+        module = in_memory.get(name, name).removesuffix(".weight")
+        if product.left.ndim > 2 or name not in in_memory:
+            raise product.refused(f"changes {show(name)}, which is no module of transformers")
+        if name in tied:
+            raise product.refused(f"changes {show(name)}, which is the head too: PEFT's modules change alone")
+        in_first = config.get("model_type") in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
+        a, b, embeds = product.right, product.left, f".{name}".endswith(EMBEDDINGS)
+        turned.add(in_first)
+        if embeds or in_first:
+            a, b = b.T, a.T
+        ends = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
+        factors |= {f"base_model.model.{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
+        ranks[module], alphas[module] = len(a), product.scaling * len(a)
+    rank, alpha = (max(dict.fromkeys(each.values()), key=[*each.values()].count) for each in (ranks, alphas))
+    return factors, {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": [*ranks],
+        "rank_pattern": {module: each for module, each in ranks.items() if each != rank},
+        "alpha_pattern": {module: each for module, each in alphas.items() if each != alpha},
+        "fan_in_fan_out": turned == {True},
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+# ---- products through recipes ----
+
+
+def _laid_out(recipes: Mapping[str, TensorRecipe], products: _Products) -> _Products:
+    """Return the changes of tensors that recipes make, in the order of the changes of their sources."""
+    order = {name: k for k, name in enumerate(products)}
+    result: dict[str, tuple[int, Product]] = {}
+    placed = set[str]()
+    for target, recipe in recipes.items():
+        parts: dict[int | None, list[Product]] = {}
+        for move in (move for move in recipe.moves if move.source in products):
+            moved = _moved(_part_of(products[move.source], move.read), move, back=False)
+            parts.setdefault(move.written.item, []).append(moved)
+        if parts:
+            sources = products.keys() & recipe.sources
+            result[target] = min(map(order.__getitem__, sources)), _joined(parts, recipe.shape)
+            placed |= sources
+    for name in products.keys() - placed:
+        raise products[name].refused(f"changes {show(name)}, which the other form of the model leaves out")
+    return {name: result[name][1] for name in sorted(result, key=lambda name: result[name][0])}
+
+
+def _taken_back(
+    recipes: Mapping[str, TensorRecipe], products: _Products, shape: Callable[[str], Sequence[int]]
+) -> _Products:
+    """Return the changes of the sources of tensors that recipes make; ``shape`` returns that of a source."""
+    parts: dict[str, dict[int | None, list[Product]]] = {}
+    for target, product in products.items():
+        if not recipes[target].moves:
+            raise product.refused(f"changes {show(target)}, which is computed from the config")
+        for move in recipes[target].moves:
+            sizes = tuple(shape(move.source))
+            item = sizes if move.read.item is None else sizes[1:]
+            moved = _moved(_part_of(product, move.written), move, back=True, shape=item)
+            whole = _whole_of(moved, move.read, item)
+            parts.setdefault(move.source, {}).setdefault(move.read.item, []).append(whole)
+    return {source: _joined(items, tuple(shape(source))) for source, items in parts.items()}
+
+
+def _part_of(product: Product, view: TensorView) -> Product:
+    """Return the change of a part of a tensor."""
+    if view.item is not None:
+        product = product._replace(left=product.left[view.item], right=product.right[view.item])
+    product = product.turned if view.transposed else product
+    return product._replace(left=product.left[..., view.rows, :])
+
+
+def _whole_of(product: Product, view: TensorView, shape: Sequence[int]) -> Product:
+    """Return the change of a matrix, of which a part changes."""
+    rows = shape[-1 if view.transposed else -2]
+    if view.rows != slice(None):
+        left = np.zeros((rows, product.left.shape[-1]), product.left.dtype)
+        left[view.rows] = product.left
+        product = product._replace(left=left)
+    return product.turned if view.transposed else product
+
+
+def _moved(product: Product, move: Move, *, back: bool, shape: Sequence[int] = ()) -> Product:
+    """Return a change with rows and columns arranged as a move arranges the weight, or ``back`` in their own order."""
+    arrangement = move.arrangement
+    if arrangement is None:
+        return product
+    if arrangement.function is not None or arrangement.shape is not None or product.left.ndim > 2:
+        how = "computed" if arrangement.function is not None else "divided by heads"
+        raise product.refused(f"changes {show(move.source)}, which is {how} in the other form: no factors can follow")
+    if arrangement.inverse == back:
+        left, right = product.left, product.right
+        left = left if arrangement.rows is None else left[arrangement.rows]
+        right = right if arrangement.columns is None else right[:, arrangement.columns]
+        product = product._replace(left=left, right=right)
+        return _multiplied(product.turned if arrangement.transposed else product, arrangement, back=False)
+    product = _multiplied(product, arrangement, back=True)
+    product = product.turned if arrangement.transposed else product
+    left, right = product.left, product.right
+    if arrangement.rows is not None:
+        left = np.zeros((shape[0], left.shape[1]), left.dtype)
+        left[arrangement.rows] = product.left
+    if arrangement.columns is not None:
+        right = np.zeros((len(right), math.prod(shape[1:])), right.dtype)
+        right[:, arrangement.columns] = product.right
+    return product._replace(left=left, right=right)
+
+
+def _multiplied(product: Product, arrangement: Arrangement, *, back: bool) -> Product:
+    """Return a change with its rows multiplied like the rows of the weight."""
+    if not arrangement.factors:
+        return product
+    left = product.left.astype(np.float32)
+    for begin, end, factor in arrangement.factors:
+        left[begin:end] *= np.float32(1 / factor if back else factor)
+    return product._replace(left=left)
+
+
+def _joined(parts: Mapping[int | None, Sequence[Product]], shape: tuple[int, ...]) -> Product:
+    """Return the change of a tensor from those of its items, or of the whole tensor (None)."""
+    if None in parts:
+        product = _sum(parts[None])
+    else:
+        items = {item: _sum(group) for item, group in parts.items()}
+        product = next(iter(items.values()))
+        if len({each.left.shape for each in items.values()}) > 1:
+            raise product.refused("has another rank than other experts, which are one tensor in the other form")
+        alike = _alike([*items.values()])
+        kinds = {part.dtype for each in alike for part in each[:2]}
+        dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+        left, right = (np.zeros((shape[0], *part.shape), dtype) for part in product[:2])
+        for item, each in zip(items, alike, strict=True):
+            left[item], right[item] = each.left, each.right
+        product = product._replace(left=left, right=right, scaling=alike[0].scaling)
+    if product.shape != shape:
+        text = f"changes a matrix of {list(product.shape)}, which is {list(shape)} in the other form"
+        raise product.refused(f"{text}: no factors can follow")
+    return product
+
+
+def _alike(products: Sequence[Product]) -> Sequence[Product]:
+    """Return changes with equal scalings."""
+    if len({product.scaling for product in products}) == 1:
+        return products
+    scaled = ((each, each.left.astype(np.float32) * np.float32(each.scaling)) for each in products)
+    return [each._replace(left=left, right=each.right.astype(np.float32), scaling=1.0) for each, left in scaled]
+
+
+def _sum(products: Sequence[Product]) -> Product:
+    """Return the sum of changes of a weight."""
+    if len(products) == 1:
+        return products[0]
+    alike = _alike(products)
+    left, right = np.concatenate([each.left for each in alike], -1), np.concatenate([each.right for each in alike], -2)
+    return alike[0]._replace(left=left, right=right)
