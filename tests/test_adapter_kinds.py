@@ -216,6 +216,11 @@ REFUSED = {
         {"w.lokr_w1": f32(4, 5), "w.lokr_w2": f32(1, 1)},
         ["lokr_w1", "[4, 5]", "it needs [6, 5]"],
     ),
+    "a factor of a number with a remainder": (
+        {"peft_type": "LOKR"},
+        {"w.lokr_w1": f32(3, 2), "w.lokr_w2": f32(2, 2)},
+        ["lokr_w1", "[3, 2]", "it needs [3, 5]"],
+    ),
     "LoKr's second factor": (
         {"peft_type": "LOKR"},
         {"w.lokr_w1": f32(3, 5), "w.lokr_w2": f32(2, 2)},
@@ -236,6 +241,11 @@ REFUSED = {
         {"peft_type": "ADALORA", "init_r": 2, "rank_pattern": {"w.lora_E": [True, False]}},
         {"w.lora_A": f32(2, 5), "w.lora_B": f32(6, 2), "w.lora_E": f32(2, 1)},
         ["has rank 2", "'rank_pattern'", "says 1"],
+    ),
+    "AdaLoRA without its values": (
+        {"peft_type": "ADALORA", "init_r": 2},
+        {"w.lora_A": f32(2, 5), "w.lora_B": f32(6, 2)},
+        ["w.lora_A", "AdaLoRA has A and B and lora_E"],
     ),
     "AdaLoRA's variants": (
         {"peft_type": "ADALORA", "use_rslora": True},

@@ -37,7 +37,8 @@ class Step(NamedTuple):
     # Factors [rows, r] and [r, columns] of a product, or of two whose elements are multiplied.
     products: tuple[tuple[Array, Array], ...] = ()
     scaling: float = 1.0  # of the product
-    change: Callable[[Array, int], None] | None = None  # changes rows in place; the number is that of the first
+    # Changes rows in place, from the number of the first; the last array has their shape, for values between.
+    change: Callable[[Array, int, Array], None] | None = None
     norms: Array | None = None  # new norms of the rows
     tiny: float = 0.0  # added to the rows' norms, by which rows are divided
     columns: Array | None = None  # factors of the columns
@@ -140,10 +141,12 @@ def _loha(place: Place, scaling: float, parts: Arrays) -> Step:
 
 
 def _lokr_needs(shapes: Shapes, place: Place) -> dict[str, Shape]:
-    """A number of blocks must divide the matrix: it is compared with the quotient by its own quotient."""
-    blocks = shapes.get("lokr_w1") or (*shapes["lokr_w1_a"][:1], *shapes["lokr_w1_b"][1:])
-    inner = tuple(size // max(1, count) for size, count in zip(place.shape, (*blocks, 1, 1)[:2], strict=False))
-    outer = tuple(size // max(1, count) for size, count in zip(place.shape, inner, strict=False))
+    """If blocks do not divide the matrix, the first factor is needed whole."""
+    product = (*shapes.get("lokr_w1_a", ())[:1], *shapes.get("lokr_w1_b", ())[1:])
+    blocks = shapes.get("lokr_w1", product)
+    counted = zip(place.shape, (*blocks, 1, 1)[:2], strict=False)
+    outer = tuple(count if count and size % count == 0 else size for size, count in counted)
+    inner = tuple(size // max(1, count) for size, count in zip(place.shape, outer, strict=False))
     needed: dict[str, Shape] = {}
     for number, sizes, kernel in ((1, outer, ()), (2, inner, place.shape[2:])):
         whole = f"lokr_w{number}" in shapes
@@ -159,20 +162,23 @@ def _lokr(place: Place, scaling: float, parts: Arrays) -> Step:
         matrix = parts.get(f"lokr_w{number}")
         if matrix is None:
             left, right = _pair(parts, "lokr", number)
-            matrix = (left.astype(np.float64) @ right).astype(right.dtype)
+            # Not by BLAS, whose threads keep processors busy for milliseconds after a product.
+            matrix = np.einsum("ir,rj->ij", left, right, dtype=np.float64).astype(right.dtype)
         matrices.append(matrix.reshape(len(matrix), -1))
     outer, inner = matrices[0] * scaling, matrices[1]
     if "lokr_w2" in parts and len(place.shape) == 3 and "peft_version" in place.settings:
         return Step(change=partial(_lokr_in_1d, outer, parts["lokr_w2"]))
 
-    def change(rows: Array, first: int) -> None:
+    def change(rows: Array, first: int, buffer: Array) -> None:
         number, row = np.divmod(np.arange(first, first + len(rows)), len(inner))
-        rows += (outer[number][:, :, None] * inner[row][:, None]).reshape(rows.shape)
+        blocks = buffer.reshape(len(rows), outer.shape[1], inner.shape[1])
+        np.multiply(outer[number][:, :, None], inner[row][:, None], out=blocks)
+        rows += buffer
 
     return Step(change=change)
 
 
-def _lokr_in_1d(outer: Array, inner: Array, rows: Array, first: int) -> None:
+def _lokr_in_1d(outer: Array, inner: Array, rows: Array, first: int, _: Array) -> None:
     """Add PEFT's product for a 1-D convolution, which aligns the last axes: [1, a, b] with [c, d, k]."""
     shape = inner.shape[0], outer.shape[0] * inner.shape[1], outer.shape[1] * inner.shape[2]
     numbers = np.arange(first * rows.shape[1], (first + len(rows)) * rows.shape[1])
@@ -218,7 +224,7 @@ def _ia3(place: Place, scaling: float, parts: Arrays) -> Step:
         factors = np.repeat(factors, math.prod(place.shape[2:]), axis=1) if feeds else factors
     count = place.shape[0]
 
-    def change(rows: Array, first: int) -> None:
+    def change(rows: Array, first: int, buffer: Array) -> None:
         numbers = np.arange(first, first + len(rows)) * len(factors) // count
         rows *= factors[numbers] if len(factors) > 1 else factors
 
@@ -249,7 +255,7 @@ def _neumann(skew: Array, terms: int, halved: bool) -> Array:
 
 def _within(matrices: Array, radius: float) -> Array:
     """Shrink matrices to a norm of at most ``radius`` over the root of their number (``coft``)."""
-    norms, limit = np.sqrt(np.sum(matrices**2, axis=(1, 2), keepdims=True)), radius / math.sqrt(len(matrices))
+    norms, limit = np.sqrt(np.sum(matrices**2, axis=(1, 2), keepdims=True)), radius / math.sqrt(max(1, len(matrices)))
     with np.errstate(all="ignore"):
         shrunk: Array = np.where(norms <= limit, matrices, matrices * (limit / norms))
         return shrunk
@@ -322,7 +328,7 @@ def _rotation(turns: Collection[Array], scale: Array | None, columns: int, dtype
             halves = halves.reshape(-1, 1 << number, 2, size // 2).transpose(0, 2, 1, 3).reshape(-1)
         factors.append((np.ascontiguousarray(blocks.transpose(0, 2, 1), dtype), halves))
 
-    def change(rows: Array, first: int) -> None:
+    def change(rows: Array, first: int, buffer: Array) -> None:
         for number, (blocks, order) in enumerate(factors):
             values = rows[:, np.argsort(order)] if number else rows
             apart = values.reshape(len(rows), -1, blocks.shape[-1]).transpose(1, 0, 2)

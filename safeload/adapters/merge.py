@@ -416,11 +416,11 @@ class Merge:
                 number, rows = change.part or (k, slice(0, None))
                 step = maker(number)._replace(first=rows.start)
                 dora = change.parts.keys() & {kinds.MAGNITUDE, kinds.SCALE}
-                steps.append(_with_norms(step, change, matrix, steps) if dora else step)
+                steps.append(_with_norms(step, change, matrix, steps, threads) if dora else step)
             if in_core and all(step.change is None and step.norms is step.columns is None for step in steps):
                 _merge_in_core(matrix, steps, part, row, threads)
             else:
-                for begin, tile in _changed_tiles(matrix, steps):
+                for begin, tile in _changed_tiles(matrix, steps, threads):
                     astype(tile, result.dtype, out=part[begin : begin + len(tile)], threads=threads)
         for adapter, name in ((change.adapter, change.parts[kinds.TOKENS]) for change in tokens):
             rows = adapter.checkpoint.load([name], dtype=target.work.name, backend="pread")[name]
@@ -459,7 +459,9 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0] if shape else 1, math.prod(shape[1:])
 
 
-def _with_norms(step: Step, change: Change, target: AdapterTarget, earlier: Sequence[Step]) -> Step:
+def _with_norms(
+    step: Step, change: Change, target: AdapterTarget, earlier: Sequence[Step], threads: int | None
+) -> Step:
     """Return a step of DoRA, which gives rows or columns new norms."""
     checkpoint, role = change.adapter.checkpoint, kinds.SCALE if kinds.SCALE in change.parts else kinds.MAGNITUDE
     name = change.parts[role]
@@ -475,7 +477,7 @@ def _with_norms(step: Step, change: Change, target: AdapterTarget, earlier: Sequ
         text = f"of the adapter has norms of columns, but {show(target.name)} has only a part of their rows"
         raise error_about(UnsupportedError, text, path=checkpoint.path, tensor=name)
     squares = np.zeros(_flat(target.shape)[1])
-    for _, tile in _changed_tiles(target, [*earlier, step]):
+    for _, tile in _changed_tiles(target, [*earlier, step], threads):
         squares += np.einsum("ij,ij->j", tile, tile, dtype=np.float64)
     with np.errstate(all="ignore"):
         norms = np.sqrt(squares.reshape(len(magnitude), -1).sum(axis=1)) + tiny
@@ -518,7 +520,7 @@ def _matrices(target: AdapterTarget) -> Iterator[AdapterTarget]:
         yield matrix._replace(read=partial(read, k))
 
 
-def _tiles(target: AdapterTarget, size: int = _TILE) -> Iterator[tuple[int, Array]]:
+def _tiles(target: AdapterTarget, size: int, threads: int | None) -> Iterator[tuple[int, Array]]:
     """Yield the tiles [rows, columns] of a tensor with their first rows; a tile may replace the one before."""
     rows, columns = _flat(target.shape)
     jobs = target.source is not None and len(target.shape) > 1
@@ -530,19 +532,19 @@ def _tiles(target: AdapterTarget, size: int = _TILE) -> Iterator[tuple[int, Arra
     for begin in range(0, rows, height) if rows and columns else ():
         end = min(rows, begin + height)
         if jobs:
-            _merge_in_core(_rows_of(target, slice(begin, end)), [], buffer[: end - begin], _F32, None)
+            _merge_in_core(_rows_of(target, slice(begin, end)), [], buffer[: end - begin], _F32, threads)
             yield begin, buffer[: end - begin]
             continue
         yield begin, target.read(slice(begin, end) if target.shape else ...).reshape(end - begin, columns)
 
 
-def _changed_tiles(target: AdapterTarget, steps: Sequence[Step]) -> Iterator[tuple[int, Array]]:
+def _changed_tiles(target: AdapterTarget, steps: Sequence[Step], threads: int | None) -> Iterator[tuple[int, Array]]:
     """Like `_tiles`, with changes added by NumPy, as many rows at a time as its buffer has."""
     rows, columns = _flat(target.shape)
     changes = any(step.change is not None for step in steps)
     height = min(rows, max(1, (_CHANGED if changes else _PRODUCT) // max(1, columns)))
     buffer = np.empty((height, columns), target.work)
-    for begin, tile in _tiles(target, _PRODUCT if changes else _TILE):
+    for begin, tile in _tiles(target, _PRODUCT if changes else _TILE, threads):
         end = begin + len(tile)
         for first in range(begin, end, height):
             last = min(end, first + height)
@@ -557,7 +559,7 @@ def _apply(step: Step, rows: Array, first: int, buffer: Array) -> None:
     """Change rows of a matrix; ``first`` is the number of the first."""
     last = first + len(rows)
     if step.change is not None:
-        step.change(rows, first)
+        step.change(rows, first, buffer)
     if step.products:
         np.matmul(step.products[0][0][first:last], step.products[0][1], out=buffer)
         buffer *= step.scaling
@@ -589,7 +591,7 @@ def _merge_in_core(
                     updates.append(Update(left, panels_of(right), scaling if number == 1 else 1.0, times))
     job = Job(None, 0, 0, 0, _F32.number, row.number, lib.SL_OP_MERGE, origin=Origin(target.name, target.shape))
     source = target.source
-    for begin, values in _tiles(target) if source is None else [(0, out)]:
+    for begin, values in _tiles(target, _TILE, threads) if source is None else [(0, out)]:
         part = out[begin : begin + len(values)]
         if source is not None:
             job = job._replace(file=source.file, offset=source.offset, size=source.size, source=source.row.number)
