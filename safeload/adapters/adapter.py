@@ -237,6 +237,7 @@ class Adapter:
     mlx = False  # factors are transposed
     for_diffusion = False  # only a base with known names of diffusion models fits
     kind = kinds.KINDS["LORA"]
+    other_kinds: tuple[kinds.AdapterKind, ...] = ()  # that modules may have too
     settings: Mapping[str, Any] = MappingProxyType({})  # of the kind
     kept: Mapping[str, int] = MappingProxyType({})  # ranks after training, by module
     gguf = False  # llama.cpp's names and rows, see `safeload.conversion.adapter_forms`
@@ -361,7 +362,7 @@ class Adapter:
                 raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
             if changing(parts):
                 parts.update({role: name for role, name in shared.items() if role not in parts})
-            if changing(parts) and kinds.kind_of(parts) is not self.kind:
+            if changing(parts) and kinds.kind_of(parts) not in (self.kind, *self.other_kinds):
                 self._refuse_form(parts)
         return modules
 
@@ -478,6 +479,7 @@ class _MlxAdapter(Adapter):
 
 class _DiffusionAdapter(Adapter):
     for_diffusion, turns, dora = True, False, None
+    other_kinds = (kinds.KINDS["LOHA"], kinds.KINDS["LOKR"])
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""

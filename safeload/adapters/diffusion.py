@@ -27,7 +27,7 @@ _END = re.compile(r"[._](weight|bias)\Z")
 
 
 class Assembled(NamedTuple):
-    """A tensor of the model whose rows are those of stored tensors, or of parts of these, below each other."""
+    """A tensor of the model that consists of stored tensors, or of parts of their rows, below each other."""
 
     pieces: Sequence[tuple[str, int, int, int]]  # stored tensor, part and number of parts as in `Divided`, and rows
     shape: Sequence[int]
@@ -62,7 +62,7 @@ class Names(NamedTuple):
         divides = all(each and each[0] % piece.parts == 0 for each, piece in zip(shapes, pieces, strict=True))
         if not divides or len({each[1:] for each in shapes}) > 1:
             stored = ", ".join(map(show, dict.fromkeys(piece.stored for piece in pieces)))
-            return Unmapped(f"the shapes of {stored} are not those of its rows")
+            return Unmapped(f"the shapes of {stored} do not fit its rows")
         rows = [each[0] // piece.parts for each, piece in zip(shapes, pieces, strict=True)]
         with_rows = [(*piece, count) for piece, count in zip(pieces, rows, strict=True)]
         return Assembled(with_rows, (sum(rows), *shapes[0][1:]))
