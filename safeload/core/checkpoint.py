@@ -312,8 +312,8 @@ class Checkpoint(Mapping[str, TensorLike]):
     @public
     def __getitem__(self, name: str) -> TensorLike:
         self._check_open()
-        found = self._arrays.get(name)
-        if found is None:
+        tensor = self._arrays.get(name)
+        if tensor is None:
             aliases = self._aliases(name)
             access: Access = "either" if self._recipe is None or self._recipe.writable else "read"
             tensors = Tensors.of(aliases)
@@ -321,8 +321,8 @@ class Checkpoint(Mapping[str, TensorLike]):
             if len(aliases) > 1:  # setdefault is atomic: all threads get the arrays of the first
                 loaded = self._groups.setdefault(aliases[0][0], loaded)
                 self._arrays.update(loaded)
-            found = self._arrays.setdefault(name, loaded[name])
-        return found
+            tensor = self._arrays.setdefault(name, loaded[name])
+        return tensor
 
     def _aliases(self, name: str) -> list[FileTensor]:
         """Return the tensors that share bytes with a tensor, including itself: they can share a single copy."""
