@@ -298,3 +298,74 @@ def test_info_and_check_name_what_an_adapter_changes(tmp_path):
     report = safeload.check(FOLDER / "wan_kohya.safetensors", base=FLUX)
     assert not report.ok
     assert "adapter.base" in str(report.to_dict())
+
+
+# ---- under the names of other tools ----
+
+LORA = ("flux_diffusers", "flux_kohya", "flux_xlabs", "sd3_diffusers", "unet_kohya", "wan_comfyui", "wan_kohya")
+
+
+@pytest.mark.parametrize("tool", ["kohya", "diffusers", "PEFT"])
+@pytest.mark.parametrize("case", LORA)
+def test_names_of_another_tool_change_the_same(case, tool, tmp_path):
+    model = case.partition("_")[0]
+    base = FOLDER / f"{model}_base.safetensors"
+    if tool == "kohya" and model != "unet":  # the names of a single file
+        save_file(in_single(safeload.load(base), model), tmp_path / "single.safetensors")
+        base = tmp_path / "single.safetensors"
+    result = f"{tmp_path}/peft/" if tool == "PEFT" else tmp_path / "a.safetensors"
+    safeload.convert(FOLDER / f"{case}.safetensors", result, base=base, layout=None if tool == "PEFT" else tool)
+    before = safeload.load(base, adapters=FOLDER / f"{case}.safetensors", dtype="float32")
+    after = safeload.load(base, adapters=result, dtype="float32")
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert safeload.info(result).to_dict()["adapter"]["writer"] == tool
+
+
+@pytest.mark.parametrize("tool", ["kohya", "diffusers"])
+def test_factors_keep_their_bits_under_other_names(tool, tmp_path):
+    base, module = FOLDER / "unet_base.safetensors", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    alpha = {"lora_unet_x.alpha".replace("x", module.replace(".", "_")): np.full((), 3, np.float32)}
+    source = factors("lora_unet_" + module.replace(".", "_"), rank=4, **alpha)
+    safeload.convert(saved(tmp_path, source), tmp_path / "b.safetensors", base=base, layout=tool)
+    a, b = (value for name, value in source.items() if ".lora_" in name)
+    with safeload.open(tmp_path / "b.safetensors") as file:
+        written = {name.rpartition(".lora_")[2]: file[name] for name in file if ".lora_" in name}
+        pair = ("down", "up") if tool == "kohya" else ("A", "B")
+        assert [*map(np.array_equal, (written[f"{end}.weight"] for end in pair), (a, b))] == [True, True]
+        if tool == "kohya":
+            (alpha,) = (file[name] for name in file if name.endswith(".alpha"))
+            assert (alpha.shape, float(alpha)) == ((), 3.0)
+        else:
+            settings = json.loads(file.metadata["lora_adapter_metadata"])
+            assert (settings["unet.r"], settings["unet.lora_alpha"]) == (4, 3.0)
+
+
+def test_the_other_way_and_back_gives_equal_bytes(tmp_path):
+    base, paths = FOLDER / "unet_base.safetensors", [FOLDER / "unet_old_diffusers.safetensors"]
+    for k, tool in enumerate(("kohya", "diffusers", "kohya", "diffusers")):
+        paths.append(tmp_path / f"{k}.safetensors")
+        safeload.convert(paths[-2], paths[-1], base=base, layout=tool)
+    assert paths[1].read_bytes() == paths[3].read_bytes()
+    assert paths[2].read_bytes() == paths[4].read_bytes()
+
+
+NO_FORM = {
+    "no model": ("x_base.safetensors", "unet_kohya", "diffusers", "names of diffusers need sd1, sdxl"),
+    "single file": ("flux_base.safetensors", "flux_kohya", "kohya", "need sd3, flux or wan in the layout of a single"),
+    "DoRA": ("unet_base.safetensors", "unet_dora", "kohya", r"has the norms of .* \(DoRA\)"),
+    "core": ("unet_base.safetensors", "unet_locon", "kohya", "is the core of a Tucker decomposition"),
+    "scale": ("unet_base.safetensors", "unet_locon_dora", "diffusers", r"\(DoRA\)"),
+    "LoHa": ("unet_base.safetensors", "unet_loha", "diffusers", "by another kind than LoRA"),
+    "tool": ("unet_base.safetensors", "unet_kohya", "comfyui", 'layout must be "kohya" or "diffusers"'),
+}
+
+
+@pytest.mark.parametrize("case", NO_FORM)
+def test_what_other_tools_have_no_names_for(case, tmp_path):
+    name, adapter, tool, message = NO_FORM[case]
+    save_file({"x.weight": np.zeros((4, 4), np.float32)}, tmp_path / "x_base.safetensors")
+    base = tmp_path / name if name.startswith("x_") else FOLDER / name
+    with pytest.raises((safeload.SafeloadError, ValueError), match=message):
+        safeload.convert(FOLDER / f"{adapter}.safetensors", tmp_path / "a.safetensors", base=base, layout=tool)
+    assert not (tmp_path / "a.safetensors").exists()

@@ -412,13 +412,14 @@ def test_heads_that_llama_cpp_divides(model):
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        ('must end with ".gguf"', {"dst": "adapter.safetensors"}),
+        ('must end with ".gguf" or ".safetensors"', {"dst": "adapter.bin"}),
+        ('layout must be "kohya" or "diffusers" for an adapter', {"dst": "adapter.safetensors"}),
         ('quantize must be "q8_0" for an adapter', {"quantize": "q4_k"}),
         ("dtype must be float32, float16 or bfloat16 for an adapter", {"dtype": "float64"}),
         ("adapters= applies to models", {"adapters": "other"}),
         ("keep= applies to models", {"keep": ["*"], "quantize": "q8_0"}),
     ],
-    ids=["suffix", "scheme", "dtype", "adapters", "keep"],
+    ids=["suffix", "names", "scheme", "dtype", "adapters", "keep"],
 )
 def test_options_of_models(match, options, model, tmp_path):
     base, adapter = model("llama3")

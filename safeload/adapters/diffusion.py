@@ -91,6 +91,19 @@ def names_of(names: Collection[str]) -> Names | None:
     return None
 
 
+def layout_of(names: Collection[str]) -> tuple[str, str | None] | None:
+    """Return the part of a pipeline in a base, "unet" or "transformer", and the prefix of a single file's names.
+
+    The prefix is None in the layout of Diffusers. None is returned for other models.
+    """
+    inner = prefix_of(names)
+    for model, entry in _data()["models"].items():
+        single, diffusers = (all(inner + mark in names for mark in marks) for marks in entry["marks"])
+        if single or (diffusers and not inner):
+            return "unet" if model == "unet" else "transformer", inner if single else None
+    return None
+
+
 def _indexed(names: Collection[str], inner: str, model: Mapping[str, Any]) -> Names:
     stored: dict[tuple[str, str, str], str] = {}  # part of the pipeline, module, "weight" or "bias" -> stored name
     for name in names:

@@ -105,12 +105,19 @@ continue.""",
         "part of a model of text and images for a .gguf file: text (the default), or vision, for --mmproj of llama.cpp",
         choices=("text", "vision"),
     ),
-    argument("--layout", "NAME", f"stack layers: {', '.join(built_in())}, or a JSON file", suggested=built_in),
+    argument(
+        "--layout",
+        "NAME",
+        f"stack layers: {', '.join(built_in())}, or a JSON file; with --base: names of kohya or diffusers",
+        suggested=built_in,
+    ),
     *PATTERNS,
     argument("--name", "TENSOR", argparse.SUPPRESS, action="append"),  # exact, superseded by --only
     ADAPTER,
     argument(
-        "--base", "BASE", "write SOURCE, a LoRA adapter of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder)"
+        "--base",
+        "BASE",
+        "write SOURCE, a LoRA adapter of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder), kohya or diffusers",
     ),
     repeated(
         "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2

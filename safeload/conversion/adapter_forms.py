@@ -22,6 +22,7 @@ from ..adapters import adapter as lora
 from ..adapters import kinds
 from ..adapters.adapter import Adapter, Fit
 from ..adapters.base import AdapterTarget, Base, heads_of, never_read
+from ..adapters.diffusion import layout_of
 from ..adapters.merge import Change, Merge
 from ..core import dtypes
 from ..core.arrays import Array
@@ -66,6 +67,7 @@ class Product(NamedTuple):
     scaling: float
     tensor: str  # of the adapter, for messages
     path: str  # of the adapter
+    kernel: Sequence[int] = ()  # the sides of a convolution's kernel, joined with its inputs into columns
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -212,8 +214,10 @@ def _changes_of(
     config: Mapping[str, Any] | None,
     shapes: Mapping[str, tuple[int, ...]],  # of the base, by the names in its files
     problems: list[SafeloadError] | None,
+    *,
+    kernels: bool = False,  # convolutions have a form, too
 ) -> _Products:
-    """Return the changes of an adapter of PEFT or MLX by stored names."""
+    """Return the changes of an adapter of PEFT, MLX or a tool for diffusion models by stored names."""
     alone = _alone(adapter)
     row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
     heads = heads_of([alone], config, shapes)
@@ -227,7 +231,7 @@ def _changes_of(
     base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
     merge = Merge(base, [alone], heads, problems=problems)
     return {
-        name: _sum([_product(merge, change, name, shapes[name]) for change in changes])
+        name: _sum([_product(merge, change, name, shapes[name], kernels=kernels) for change in changes])
         for name, changes in merge.changes.items()
     }
 
@@ -237,11 +241,12 @@ _OTHERS = {
     kinds.VALUE: "replaces {} (modules_to_save)",
     kinds.TOKENS: "replaces rows of {} (trained tokens)",
     kinds.BIAS: "is added to {} (lora_bias)",
-    kinds.MAGNITUDE: "has the norms of {} (DoRA)",
+    **dict.fromkeys((kinds.MAGNITUDE, kinds.SCALE), "has the norms of {} (DoRA)"),
+    "lora_mid": "is the core of a Tucker decomposition for {}",
 }
 
 
-def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> Product:
+def _product(merge: Merge, change: Change, name: str, shape: Sequence[int], *, kernels: bool) -> Product:
     """Return the change of a stored tensor as a product of its own rows and columns."""
     adapter = change.adapter
     for role, why in _OTHERS.items():
@@ -263,10 +268,11 @@ def _product(merge: Merge, change: Change, name: str, shape: Sequence[int]) -> P
         whole = np.zeros((shape[0], left.shape[-1]), left.dtype)
         whole[change.divided.number * rows : (change.divided.number + 1) * rows] = left
         left = whole
-    if len(shape) > 3 or (len(shape) == 3 and not change.stacked):
+    kernel = tuple(shape[2:]) if len(shape) > 3 or (len(shape) == 3 and not change.stacked) else ()
+    if kernel and not kernels:
         text = f"of the adapter changes {show(name)}, which is a convolution: only factors of matrices have a form"
         raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
-    return Product(left, right, change.scaling, tensor, adapter.checkpoint.path)
+    return Product(left, right, change.scaling, tensor, adapter.checkpoint.path, kernel)
 
 
 class _ArrangedAdapter(Adapter):
@@ -396,8 +402,8 @@ def to_folder(
             _, recipes, products = _in_llama_cpp(adapter, catalog)
             products = _taken_back(recipes or {}, products, stored.__getitem__)
         else:
-            products = _changes_of(adapter, catalog.title, catalog.config, stored, None)
-        as_peft = adapter.mlx or adapter.gguf
+            products = _changes_of(adapter, catalog.title, catalog.config, stored, None, kernels=adapter.for_diffusion)
+        as_peft = adapter.mlx or adapter.gguf or adapter.for_diffusion
         factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
     target = parse_target(options["dtype"])
     file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
@@ -457,6 +463,8 @@ def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], d
         turned.add(in_first)
         if embeds or in_first:
             a, b = b.T, a.T
+        if product.kernel:
+            a, b = a.reshape(len(a), -1, *product.kernel), b.reshape(*b.shape, *(1 for _ in product.kernel))
         ends = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
         factors |= {f"base_model.model.{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
         ranks[module], alphas[module] = len(a), product.scaling * len(a)
@@ -472,6 +480,51 @@ def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], d
         "bias": "none",
         "inference_mode": True,
     }
+
+
+# ---- files of adapters for tools of diffusion models ----
+
+TOOLS = ("kohya", "diffusers")
+
+
+def for_tools(
+    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an adapter's tensors under the names of a tool, and the options with which a conversion writes these."""
+    if (layout := options["layout"]) not in TOOLS or options["quantize"] is not None:
+        text = f'layout must be "{TOOLS[0]}" or "{TOOLS[1]}" for an adapter in one file, got {show(layout)}'
+        raise ValueError(text if layout not in TOOLS else "quantize= applies to adapters for llama.cpp")
+    with ExitStack() as stack:
+        adapter, catalog = _opened(stack, src, base, {**options, "layout": None}, paths)
+        component, prefix = layout_of(catalog) or ("", "")
+        of_diffusers = layout == "diffusers" or component == "unet"  # kohya names the others as a single file does
+        if not component or (prefix is None) != of_diffusers:
+            known = "sd1, sdxl, sd3, flux or wan in the layout of Diffusers"
+            known = known if of_diffusers or not component else "sd3, flux or wan in the layout of a single file"
+            raise UnsupportedError(f"{catalog.title}: names of {layout} need {known}", path=catalog.title)
+        shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
+        products = _changes_of(adapter, catalog.title, None, shapes, None, kernels=True)
+        for name in (name for name in products if not name.startswith(prefix or "")):
+            raise products[name].refused(
+                f"changes {show(name)}, a text encoder: pass the diffusion model alone as base"
+            )
+        factors, config = _as_peft(products, catalog)
+    target = parse_target(options["dtype"])
+    tensors: dict[str, Any] = {}
+    for name, factor in factors.items():
+        module, _, end = name.removeprefix("base_model.model.").rpartition(".lora_")
+        outer = f"{component}.{module}.lora_{end}"
+        if layout == "kohya":
+            alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
+            outer = (
+                f"lora_unet_{module.removeprefix(prefix or '').replace('.', '_')}"  # whatever the class of the model
+            )
+            tensors[f"{outer}.alpha"] = np.full((), alpha, np.float32)
+            outer += ".lora_down.weight" if end.startswith("A") else ".lora_up.weight"
+        tensors[outer] = _written(factor, target, None)
+    about = {"lora_adapter_metadata": json.dumps({f"{component}.{key}": value for key, value in config.items()})}
+    metadata = {"format": "pt", **(about if layout == "diffusers" else {}), **(options["metadata"] or {})}
+    return tensors, {**options, "dtype": None, "layout": None, "metadata": metadata}
 
 
 # ---- products through recipes ----

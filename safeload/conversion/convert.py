@@ -139,7 +139,8 @@ def convert(
         base: the model of the LoRA adapter ``src``. A ".gguf" file is written for llama.cpp; a folder for mlx-lm if the
             adapter is PEFT's, else for PEFT. Factors keep their dtype without ``dtype``; llama.cpp also has
             ``quantize="q8_0"``. The base is a folder of transformers, or for llama.cpp a GGUF file, of a family in
-            `families`.
+            `families`; or a diffusion model in the layout of Diffusers,
+            whose adapter can also become a ".safetensors" file with the names of ``layout``, "kohya" or "diffusers".
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
             of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
             name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
@@ -213,17 +214,19 @@ def convert(
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
         if base is not None:
-            from .adapter_forms import for_llama_cpp, to_folder  # only here: most conversions are of models
+            from .adapter_forms import for_llama_cpp, for_tools, to_folder  # only here: most conversions are of models
 
             location = None if format == "gguf" else destinations.where(place, storage_options)
             if location is not None and destinations.is_folder(location, format):
                 files, count, nbytes = to_folder(src, base, options, location, overwrite=overwrite)
                 seconds = time.perf_counter() - started
                 return ConvertReport(location.shown, SAFETENSORS, files, count, nbytes, seconds, None)
-            if location is not None and not location.path.lower().endswith(".gguf"):
-                text = "base= writes a folder, or a file for llama.cpp"
-                raise ValueError(f'{text}: {show(location.shown)} must end with ".gguf"')
-            src, options = for_llama_cpp(src, base, options, () if destinations.is_written_to(dst) else (place,))
+            suffix = ".gguf" if location is None else os.path.splitext(location.path.lower())[1]
+            if suffix not in (".gguf", ".safetensors"):
+                text = "base= writes a folder, a file for llama.cpp or a file for diffusion models"
+                raise ValueError(f'{text}: {show(dst)} must end with ".gguf" or ".safetensors"')
+            arranged = for_llama_cpp if suffix == ".gguf" else for_tools
+            src, options = arranged(src, base, options, () if destinations.is_written_to(dst) else (place,))
         with caching(cache):
             if destinations.is_written_to(dst):
                 if record:
