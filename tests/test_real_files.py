@@ -131,6 +131,8 @@ def test_readme_gives_origin_licence_and_digest_of_each_file(data):
         data / "architectures",
         data / "gguf",
         data / "lora",
+        data / "lora_diffusion",
+        data / "kinds",
         data / "dcp",
         data / "deepspeed",
         data / "fsdp",

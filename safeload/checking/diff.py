@@ -482,7 +482,7 @@ def compare(
     if executor is None:
         rows = _compare_values(*catalogs, shapes, stored=stored, threads=threads, progress=progress)
     else:
-        sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
+        sizes = {name: 8 * count for name, count in zip(shapes, map(math.prod, shapes.values()), strict=True)}
         pieces = pieces_of(sizes, *catalogs, operation="diff", stored=stored)
         rows = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("differences", {})
         fields = ((peak, at and tuple(at), *rest) for peak, at, *rest in rows.values())

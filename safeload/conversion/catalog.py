@@ -400,7 +400,10 @@ class Catalog:
 
     def sizes(self, names: Collection[str]) -> dict[str, int]:
         """Return the stored bytes of tensors; see `TensorDescription.nbytes`."""
-        return {name: about.nbytes for name, about in self.descriptions(names).items()}
+        tensors = self.plain(names)
+        if tensors is None:
+            return {name: about.nbytes for name, about in self.descriptions(names).items()}
+        return dict(zip(tensors.names, tensors.spans.sizes.tolist(), strict=True))
 
     def refuse_unknown(self, names: Iterable[str]) -> None:
         """Refuse to read unreadable entries."""
