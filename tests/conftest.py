@@ -30,8 +30,8 @@ from faults import shim
 
 # Most processes that the whole suite runs in: some tests take a gigabyte of memory.
 MOST_PROCESSES = 4
-# The whole suite runs all cases of a test with up to FEW of them, and the first and then every second of others.
-FEW = 8
+# The whole suite runs all cases of a test with up to FEW of them, and the first and then every third of others.
+FEW, EVERY = 8, 3
 
 # Otherwise the hundreds of programs that tests start would compile safeload anew, and each process of xdist every test.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -47,7 +47,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     worker = hasattr(config, "workerinput")
     if whole and config.option.every is None and not THOROUGH:  # xdist hands its processes the arguments alone
-        config.option.every, config.option.few = 2, FEW
+        config.option.every, config.option.few = EVERY, FEW
     if not whole or worker or not config.pluginmanager.hasplugin("xdist") or config.option.usepdb:
         return
     if config.option.numprocesses is None:

@@ -57,7 +57,7 @@ SOURCES = pytest.Config.ArgsSource
 
 @pytest.mark.parametrize(
     ("source", "asked", "want"),
-    [(SOURCES.TESTPATHS, None, (2, 8)), (SOURCES.TESTPATHS, 1, (1, 1)), (SOURCES.ARGS, None, (None, 1))],
+    [(SOURCES.TESTPATHS, None, (3, 8)), (SOURCES.TESTPATHS, 1, (1, 1)), (SOURCES.ARGS, None, (None, 1))],
     ids=["the whole suite", "all of it", "a file"],
 )
 def test_only_the_whole_suite_leaves_out_cases(conftest, monkeypatch, source, asked, want):
