@@ -117,7 +117,7 @@ continue.""",
     argument(
         "--base",
         "BASE",
-        "write SOURCE, a LoRA adapter of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder), kohya or diffusers",
+        "write SOURCE, a LoRA of this model, for llama.cpp (.gguf), mlx-lm or PEFT (a folder), kohya or diffusers",
     ),
     repeated(
         "--rename", ("REGEX", "REPLACEMENT"), r"rename tensors like Python's re.sub: \1 is the first group", nargs=2
