@@ -189,6 +189,18 @@ def test_loha_of_a_joined_weight_changes_its_parts(tmp_path):
     np.testing.assert_allclose(whole["double_blocks.0.img_attn.qkv.weight"], base + change, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_upsampler_has_the_number_of_sd1_or_of_sdxl(number, tmp_path):
+    base, name = FOLDER / "unet_base.safetensors", "up_blocks.0.upsamplers.0.conv.weight"
+    before = safeload.load(base, dtype="float32")[name]
+    rows, columns, *kernel = before.shape
+    module = f"lora_unet_output_blocks_2_{number}_conv"
+    down, up = np.ones((1, columns, *kernel), np.float32), np.ones((rows, 1, 1, 1), np.float32)
+    tensors = {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
+    after = safeload.load(base, adapters=saved(tmp_path, tensors), dtype="float32")[name]
+    np.testing.assert_allclose(after - before, 1, rtol=1e-5)
+
+
 REFUSED = {
     "LoHa": (
         {f"diffusion_model.{IMG}.hada_w1_a": np.ones((2, 2), np.float32)},

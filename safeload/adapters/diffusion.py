@@ -132,11 +132,11 @@ def _elsewhere(
     """Yield the names of a stored tensor in the other layout, and the names of its parts or of the whole."""
     name = stored[component, module, end]
     for rules in (model["renamed"], [rule[::-1] for rule in model["renamed"][::-1]]):
-        renamed = module
+        forms = [module]  # several rules can fit: an upsampler follows one layer in sd1, and two in sdxl
         for old, new in rules:
-            renamed = _renamed(renamed, old, new) or renamed
-        if renamed != module:
-            yield renamed, (Divided(name, 0, 1),)
+            forms += [form for each in forms if (form := _renamed(each, old, new)) is not None]
+        for form in forms[1:]:
+            yield form, (Divided(name, 0, 1),)
     for two in model["swapped"]:
         for old, new in (two, two[::-1]):
             if (swapped := _renamed(module, old, new)) is not None:
