@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from builders.commands import run
 from builders.paths import DATA
 
 import safeload
@@ -369,7 +370,7 @@ NO_FORM = {
     "core": ("unet_base.safetensors", "unet_locon", "kohya", "is the core of a Tucker decomposition"),
     "scale": ("unet_base.safetensors", "unet_locon_dora", "diffusers", r"\(DoRA\)"),
     "LoHa": ("unet_base.safetensors", "unet_loha", "diffusers", "by another kind than LoRA"),
-    "tool": ("unet_base.safetensors", "unet_kohya", "comfyui", 'layout must be "kohya" or "diffusers"'),
+    "tool": ("unet_base.safetensors", "unet_kohya", "comfyui", "needs layout=.*, got 'comfyui'"),
 }
 
 
@@ -381,3 +382,19 @@ def test_what_other_tools_have_no_names_for(case, tmp_path):
     with pytest.raises((safeload.SafeloadError, ValueError), match=message):
         safeload.convert(FOLDER / f"{adapter}.safetensors", tmp_path / "a.safetensors", base=base, layout=tool)
     assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_the_program_writes_the_names_of_a_tool(tmp_path, capsys):
+    command = ["convert", FOLDER / "unet_kohya.safetensors", tmp_path / "a.safetensors"]
+    command += ["--base", FOLDER / "unet_base.safetensors"]
+    status, _, errors = run(capsys, *command, "--layout", "diffusers")
+    assert status == 0, errors
+    assert all(name.startswith("unet.") for name in safeload.open(tmp_path / "a.safetensors"))
+    status, _, errors = run(capsys, *command, "--overwrite")
+    assert (status, "needs --layout kohya or --layout diffusers" in errors) == (2, True)
+    assert ", 1 attn1_to_k" in run(capsys, "info", FOLDER / "unet_kohya.safetensors")[1]
+
+
+def test_names_of_a_tool_need_a_base(tmp_path):
+    with pytest.raises(TypeError, match="layout must be a safeload.Layout"):
+        safeload.convert(FLUX, tmp_path / "a.safetensors", layout="kohya")

@@ -413,7 +413,7 @@ def test_heads_that_llama_cpp_divides(model):
     ("match", "options"),
     [
         ('must end with ".gguf" or ".safetensors"', {"dst": "adapter.bin"}),
-        ('layout must be "kohya" or "diffusers" for an adapter', {"dst": "adapter.safetensors"}),
+        ('needs layout="kohya" or layout="diffusers", got None', {"dst": "adapter.safetensors"}),
         ('quantize must be "q8_0" for an adapter', {"quantize": "q4_k"}),
         ("dtype must be float32, float16 or bfloat16 for an adapter", {"dtype": "float64"}),
         ("adapters= applies to models", {"adapters": "other"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -431,7 +432,10 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     modules = adapter.modules
     factors = {name: module for name, module in modules.items() if parts.changing(module)}
     names = [outermost(name) for name in factors]
-    kinds = Counter(name.rpartition(".")[2] for name in names).most_common()
+    # kohya writes "_" for ".", so what follows the last number between these is the name of a layer.
+    kinds = Counter(
+        re.split(r"\.|_[0-9]+_" if adapter.for_diffusion else r"\.", name)[-1] for name in names
+    ).most_common()
     ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
     alphas: Iterable[float] = {adapter.alpha_of(name) for name in names if adapter.mlx or adapter.kind.alpha_key}
     if adapter.parameters:  # only a base has their names and numbers of matrices

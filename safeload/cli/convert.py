@@ -210,8 +210,10 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     from .. import convert
 
     metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
-    refuse_inputs(destination, [options.layout])
-    layout = None if options.layout is None else built_in().get(options.layout) or Layout.from_json(options.layout)
+    layout = options.layout
+    if layout is not None and options.base is None:
+        refuse_inputs(destination, [layout])
+        layout = built_in().get(layout) or Layout.from_json(layout)
     with ExitStack() as stack, common.running(options, "convert") as how:
         plain = (options.root, options.unknown_globals, options.stored) == (None, "refuse", False)
         if options.verify is None and (options.key is not None or options.certificate):

@@ -492,7 +492,7 @@ def for_tools(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an adapter's tensors under the names of a tool, and the options with which a conversion writes these."""
     if (layout := options["layout"]) not in TOOLS or options["quantize"] is not None:
-        text = f'layout must be "{TOOLS[0]}" or "{TOOLS[1]}" for an adapter in one file, got {show(layout)}'
+        text = f'an adapter in one file needs layout="kohya" or layout="diffusers", got {show(layout)}'
         raise ValueError(text if layout not in TOOLS else "quantize= applies to adapters for llama.cpp")
     with ExitStack() as stack:
         adapter, catalog = _opened(stack, src, base, {**options, "layout": None}, paths)

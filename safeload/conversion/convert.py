@@ -46,7 +46,7 @@ def convert(
     exact: bool = False,
     scale_dtype: Literal["float32"] | None = None,
     part: decide.Part = None,
-    layout: Layout | None = None,
+    layout: Layout | Literal["kohya", "diffusers"] | None = None,
     names: Iterable[str] | None = None,
     only: Patterns = None,
     drop: Patterns = None,

@@ -286,14 +286,27 @@ MODELS = [
     ),
 ]
 
-# Adapters of PEFT with the base that each changes.
+# Adapters with the base that each changes. Those that BLAS or LAPACK merges are not here: their last bits differ.
+_LORA, _KINDS, _DIFFUSION = DATA / "lora", DATA / "kinds", DATA / "lora_diffusion"
+_BASES = {"mixed": "mixed_base.safetensors", "experts": "experts_base.safetensors"}
+OF_DIFFUSION = ("flux_diffusers", "flux_kohya", "flux_xlabs", "sd3_diffusers", "unet_kohya", "unet_old_diffusers")
+OF_DIFFUSION = (*OF_DIFFUSION, "wan_comfyui", "wan_kohya")
 ADAPTERS = {
-    path.parent.name: DATA
-    / "lora"
-    / {"mixed": "mixed_base.safetensors", "experts": "experts_base.safetensors"}.get(
-        path.parent.name, "base.safetensors"
-    )
-    for path in sorted((DATA / "lora").glob("*/adapter_config.json"))
+    **{
+        path.parent.name: (path.parent, _LORA / _BASES.get(path.parent.name, "base.safetensors"))
+        for path in sorted(_LORA.glob("*/adapter_config.json"))
+    },
+    **{
+        f"kinds/{name}": (_KINDS / name, _KINDS / "base.safetensors")
+        for name in ("adalora", "adalora_turned", "ia3", "ia3_turned", "loha", "lokr_full", "vera", "vera_turned")
+    },
+    **{
+        f"diffusion/{name}": (
+            _DIFFUSION / f"{name}.safetensors",
+            _DIFFUSION / f"{name.partition('_')[0]}_base.safetensors",
+        )
+        for name in OF_DIFFUSION
+    },
 }
 
 

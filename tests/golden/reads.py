@@ -58,11 +58,11 @@ def views(checkpoint: safeload.Checkpoint, name: str) -> str:
 
 
 def of_adapter(name: str, work: Path) -> Rows:
-    """A base with a LoRA adapter merged, in the base's dtype and as float32."""
-    adapter = fixtures.DATA / "lora" / name
-    for dtype in (None, "float32", "bfloat16"):
+    """A base with an adapter merged, in the base's dtype and in others; of other tools and kinds as float32 alone."""
+    adapter, base = fixtures.ADAPTERS[name]
+    for dtype in ("float32",) if "/" in name else (None, "float32", "bfloat16"):
         try:
-            merged = safeload.load(fixtures.ADAPTERS[name], adapters=adapter, dtype=dtype)
+            merged = safeload.load(base, adapters=adapter, dtype=dtype)
         except Exception as error:
             yield f"reads/lora/{name}/{dtype}", of_error(error)
             continue

@@ -217,8 +217,7 @@ def of_proofs(work: Path) -> Rows:
 
 def of_adapters(_: Path) -> Rows:
     """Adapters, alone and with a base."""
-    for name, base in fixtures.ADAPTERS.items():
-        path = DATA / "lora" / name
+    for name, (path, base) in fixtures.ADAPTERS.items():
         yield from flattened(f"reports/adapters/{name}", lambda path=path: safeload.info(path))
         yield from flattened(
             f"reports/adapters/{name} on base", lambda path=path, base=base: safeload.info(path, base=base)

@@ -341,8 +341,16 @@ CONVERSIONS: list[Case] = [
     ),
     # adapters
     *(
-        converted(f"adapter {name}", lambda _, base=base: base, "out.safetensors", adapters=DATA / "lora" / name)
-        for name, base in fixtures.ADAPTERS.items()
+        converted(f"adapter {name}", lambda _, base=base: base, "out.safetensors", adapters=adapter)
+        for name, (adapter, base) in fixtures.ADAPTERS.items()
+    ),
+    *(
+        converted(
+            f"adapter {name} as {layout or 'PEFT'}", lambda _, name=name: fixtures.ADAPTERS[name][0], target, **how
+        )
+        for name in (f"diffusion/{name}" for name in fixtures.OF_DIFFUSION)
+        for layout, target in (("kohya", "out.safetensors"), ("diffusers", "out.safetensors"), (None, "out/"))
+        for how in ({"base": fixtures.ADAPTERS[name][1], "layout": layout},)
     ),
 ]
 
