@@ -396,5 +396,5 @@ def test_the_program_writes_the_names_of_a_tool(tmp_path, capsys):
 
 
 def test_names_of_a_tool_need_a_base(tmp_path):
-    with pytest.raises(TypeError, match="layout must be a safeload.Layout"):
+    with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout"):
         safeload.convert(FLUX, tmp_path / "a.safetensors", layout="kohya")
