@@ -395,6 +395,23 @@ def test_the_program_writes_the_names_of_a_tool(tmp_path, capsys):
     assert ", 1 attn1_to_k" in run(capsys, "info", FOLDER / "unet_kohya.safetensors")[1]
 
 
+METHODS = {
+    "unet_kohya": "LoRA",
+    "unet_dora": "DoRA",
+    "unet_locon_dora": "DoRA",
+    "unet_loha": "LoHa",
+    "unet_lokr": "LoKr",
+}
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_the_method_is_told_with_and_without_a_base(case):
+    adapter, base = FOLDER / f"{case}.safetensors", FOLDER / "unet_base.safetensors"
+    assert safeload.info(adapter).to_dict()["adapter"]["method"] == METHODS[case]
+    assert safeload.info(adapter, base=base).to_dict()["adapter"]["method"] == METHODS[case]
+    assert not safeload.check(adapter, base=base).errors
+
+
 def test_names_of_a_tool_need_a_base(tmp_path):
     with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout"):
         safeload.convert(FLUX, tmp_path / "a.safetensors", layout="kohya")

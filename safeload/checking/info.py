@@ -26,7 +26,7 @@ from ..core.table import TensorInfo
 from ..core.text import clip, listed, plural, printable, show, size
 from ..errors import FormatError, SafeloadError, UnsupportedError, exported, one_line, public
 from ..models.diffusion import ARCHITECTURE, is_of_tower, model_of
-from ..models.module_names import adapter_kind
+from ..models.module_names import adapter_kind, is_merged
 from ..quant.gptq import zeros_disagree
 from ..quant.quantization import mapping, quantization_of
 from ..remote.url import is_url, shown
@@ -78,7 +78,7 @@ class AdapterSummary(NamedTuple):
     """An adapter, summarized: ``adapter`` of `Info`.
 
     Attributes:
-        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA", or another kind: "AdaLoRA", "VeRA", "LoHa", "LoKr",
+        method: "LoRA", "rsLoRA", "DoRA" or "rsLoRA and DoRA", or other kinds: "AdaLoRA", "VeRA", "LoHa", "LoKr",
             "IA3", "OFT", "BOFT".
         writer: "PEFT", "MLX", "llama.cpp", or for diffusion models "kohya", "ComfyUI", "kohya or ComfyUI", "diffusers",
             "XLabs" or "LyCORIS".
@@ -408,7 +408,7 @@ def _number(values: Mapping[Any, Any], *keys: str) -> int | None:
 def _is_adapter(path: str, opened: Checkpoint, base: Paths | None) -> bool:
     """Recognize an adapter by its names; refuse a base for anything else."""
     adapter = any(".lora_" in name or name.startswith("base_model.model.") for name in opened)
-    adapter = adapter or (adapter_kind(opened) or "").startswith("a LoRA adapter")
+    adapter = adapter or is_merged(adapter_kind(opened))
     if base is not None and not adapter:
         raise ValueError(f"base= needs a LoRA adapter, got {path}")
     return adapter
@@ -440,9 +440,11 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     alphas: Iterable[float] = {adapter.alpha_of(name) for name in names if adapter.mlx or adapter.kind.alpha_key}
     if adapter.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
-    method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if used]
+    dora = any(module.keys() & {parts.MAGNITUDE, parts.SCALE} for module in factors.values())
+    method = [name for name, used in (("rsLoRA", adapter.rslora), ("DoRA", dora)) if used]
+    titles = dict.fromkeys(kind.title for module in factors.values() if (kind := parts.kind_of(module)) is not None)
     return AdapterSummary(
-        " and ".join(method) or adapter.kind.title,
+        " and ".join(method or titles) or adapter.kind.title,
         adapter.writer,
         sorted(filter(None, ranks)),
         sorted(alphas),

@@ -139,9 +139,13 @@ def adapter_note(kind: str) -> str:
     return f"{kind}: changes to the weights of a base model, not a complete model; {_advice(kind)}"
 
 
+def is_merged(kind: str | None) -> bool:
+    """Return whether adapters of this kind can be merged."""
+    return kind is not None and kind.startswith((*_MERGED, _OF_LLAMA_CPP))
+
+
 def _advice(kind: str) -> str:
-    merged = kind.startswith((*_MERGED, _OF_LLAMA_CPP))
-    return "pass it as adapters= with its base" if merged else "safeload does not merge it"
+    return "pass it as adapters= with its base" if is_merged(kind) else "safeload does not merge it"
 
 
 def refuse_adapters(sources: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:
