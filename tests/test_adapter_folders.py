@@ -21,14 +21,7 @@ CONFIG = "adapter_config.json"
 
 @pytest.fixture
 def model(tmp_path):
-    """A function that returns the folder of a model and that of an adapter for it."""
-
-    def write(name, *, entry=None, **options):
-        entry = MODELS[name] if entry is None else entry
-        base = llama_models.write_folder(tmp_path / name, entry)
-        return base, adapters.of_model(tmp_path / "peft", entry, **options)
-
-    return write
+    return adapters.models_in(tmp_path, "peft")
 
 
 def settings(folder):

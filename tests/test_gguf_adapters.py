@@ -29,14 +29,7 @@ Q, A = "blk.0.attn_q.weight", "blk.0.attn_q.weight.lora_a"
 
 @pytest.fixture
 def model(tmp_path):
-    """A function that returns the folder of a model and that of an adapter for it."""
-
-    def write(name, *, entry=None, **options):
-        entry = MODELS[name] if entry is None else entry
-        base = llama_models.write_folder(tmp_path / name, entry)
-        return base, adapters.of_model(tmp_path / "my-lora", entry, **options)
-
-    return write
+    return adapters.models_in(tmp_path, "my-lora")
 
 
 def changed(entry, *, without=(), more=None, **config):

@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 
+from builders import llama_models
 from builders.paths import DATA
 from safeload.numpy import save_file
 
@@ -71,3 +72,13 @@ def of_model(folder, model, *, only=None, rank=4, dtype=np.float32, **config):
         tensors |= {f"{module}.{end}": part.astype(dtype) for end, part in zip(ends, pair, strict=True)}
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "fan_in_fan_out": in_first}
     return write(folder, tensors, settings, **config)
+
+
+def models_in(folder, adapter):
+    """A function that returns the folder of a model and that of an adapter for it."""
+
+    def write(name, *, entry=None, **options):
+        entry = llama_models.listed()[name] if entry is None else entry
+        return llama_models.write_folder(folder / name, entry), of_model(folder / adapter, entry, **options)
+
+    return write
