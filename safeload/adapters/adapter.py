@@ -26,7 +26,9 @@ from ..quant.patterns import compiled
 from . import diffusion, kinds
 from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, SCALE, TOKENS, VALUE, A, B, changing
 
-CONFIG = "adapter_config.json"
+# The files of PEFT, and the beginning of the names in them.
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 
 # ---- settings ----
 
@@ -160,7 +162,6 @@ def _flag(config: Mapping[str, Any], key: str, path: str) -> bool:
 
 # ---- tensors ----
 
-_PREFIX = "base_model.model."
 _PEFT = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -380,7 +381,9 @@ class Adapter:
             text += "; PEFT 0.13 and older have another OFT: merge this adapter with PEFT 0.13"
         raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=parts[min(roles)])
 
-    def factor_of(self, name: str, prefix: str, pattern: re.Pattern[str], roles: Mapping[str, str]) -> tuple[str, str]:
+    def factor_of(
+        self, name: str, prefix: str, pattern: re.Pattern[str], roles: Mapping[str, str], wrappers: Iterable[str]
+    ) -> tuple[str, str]:
         """Return the module and the role of a tensor by a pattern; refuse names of other methods."""
         bare = unwrapped(name)
         rest = bare.removeprefix(prefix)
@@ -393,6 +396,9 @@ class Adapter:
             text = f"of the adapter belongs to a method other than {self.kind.title}{named}"
             text += "; merge this adapter with PEFT"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
+        for wrapped in wrappers:
+            while wrapped in rest:  # wrappers can nest
+                rest = rest.replace(wrapped, ".")
         return rest, VALUE
 
 
@@ -443,14 +449,10 @@ class _PeftAdapter(Adapter):
 
     def parse_name(self, name: str) -> tuple[str, str]:
         wrappers = self._wrappers
-        if not unwrapped(name).startswith(_PREFIX):
-            text = f"does not begin with {show(_PREFIX)}, as PEFT writes it"
+        if not unwrapped(name).startswith(PREFIX):
+            text = f"does not begin with {show(PREFIX)}, as PEFT writes it"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        module, part = self.factor_of(name, _PREFIX, *self._form)
-        for wrapped in wrappers if part == VALUE else ():
-            while wrapped in module:  # wrappers can nest
-                module = module.replace(wrapped, ".")
-        return module, part
+        return self.factor_of(name, PREFIX, *self._form, wrappers)
 
 
 class _MlxAdapter(Adapter):
@@ -467,11 +469,7 @@ class _MlxAdapter(Adapter):
         self.dora = kind == "dora"
 
     def parse_name(self, name: str) -> tuple[str, str]:
-        module, part = self.factor_of(name, "", _MLX_ROLE, _MLX)
-        for wrapped in _WRAPPED if part == VALUE else ():
-            while wrapped in module:
-                module = module.replace(wrapped, ".")
-        return module, part
+        return self.factor_of(name, "", _MLX_ROLE, _MLX, _WRAPPED)
 
     def scaling(self, module: str, rank: int | None, tensor: str) -> float:
         return self.alpha * self.weight
@@ -605,7 +603,7 @@ def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
         return _LlamaCppAdapter(
             checkpoint, weight, {key: config[key] for key in config}, Location(file.files, file.place)
         )
-    if any(diffusion_writer(name) for name in map(unwrapped, checkpoint) if not name.startswith(_PREFIX)):
+    if any(diffusion_writer(name) for name in map(unwrapped, checkpoint) if not name.startswith(PREFIX)):
         return _DiffusionAdapter(checkpoint, weight, _settings_in(checkpoint), Location(file.files, file.place))
     _check_names(checkpoint)
     config_at = Location(file.files, file.files.join(file.files.split(file.place)[0], CONFIG))
@@ -650,7 +648,7 @@ def opened(
     return [adapter_of(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
-def _check_names(checkpoint: Checkpoint, prefix: str = _PREFIX) -> None:
+def _check_names(checkpoint: Checkpoint, prefix: str = PREFIX) -> None:
     """Refuse the names of other tools before their missing configuration becomes the error."""
     for name in checkpoint:
         bare = unwrapped(name)

@@ -6,25 +6,24 @@ with random vectors, repeatedly multiplied by D and its transpose, span the rang
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..adapters.adapter import CONFIG
+from ..adapters.adapter import PREFIX, WEIGHTS
+from ..conversion.adapter_forms import write_folder
 from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.destinations import writer_of
 from ..conversion.rules import reason_of_role
 from ..core import dtypes
 from ..core.arrays import Array, index_of
-from ..core.atomic_file import AtomicFile, Swap, existing_file
+from ..core.atomic_file import existing_file
 from ..core.cast import astype
-from ..core.files import sync_folder
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection, grouped
 from ..core.progress import Meter, Progress
@@ -40,8 +39,6 @@ from ..remote.url import is_url
 from .diff import reasons
 from .forms import in_memory
 
-_FILE = "adapter_model.safetensors"  # as PEFT names it
-
 # Random vectors beyond the rank, and products with D and its transpose: even for a matrix of random numbers, the
 # hardest case, the error is then within 0.5 % of the least.
 _OVERSAMPLING, _POWER = 16, 4
@@ -49,7 +46,7 @@ _SKETCHED = 4  # sides per vector: a full SVD takes less time for smaller matric
 _NOISE = 4  # singular values up to this many eps of the largest are rounding errors
 _SEED = 0  # fixed, so results repeat
 _TILE = 1 << 20  # elements of a product at a time
-_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+_WEIGHT = ".weight"
 _F32, _F64 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["F64"]
 _STORED = [dtypes.BY_CODE[code] for code in ("F32", "BF16", "F16")]
 
@@ -211,20 +208,22 @@ def extract(
             example = f"{plural(len(report.described), 'changed tensor')} such as {show(name)}, which {reason}"
             raise UnsupportedError(f"{report.base} and {report.fine} differ in no matrix of a layer, but in {example}")
         in_model = _in_model(models, names)
-        tensors: dict[str, Array | Lazy] = {}
+        tensors: dict[str, Any] = {}
         for name, (left, right) in factors.items():
-            module, convolution = _PREFIX + in_model[name].removesuffix(_WEIGHT), report.described[name][1][2:]
+            module, convolution = PREFIX + in_model[name].removesuffix(_WEIGHT), report.described[name][1][2:]
             if convolution:
                 left = left.reshape(*left.shape, *(1 for _ in convolution))
                 right = right.reshape(len(right), -1, *convolution)
             tensors |= {f"{module}.lora_A.weight": right, f"{module}.lora_B.weight": left}
         for name in report.whole:
-            about, (module, dot, last) = models[1].about(name), (_PREFIX + in_model[name]).rpartition(".")
+            about, (module, dot, last) = models[1].about(name), (PREFIX + in_model[name]).rpartition(".")
             own = row if about.quantized or about.row.packed else about.row
             inner = f"{module}.base_layer" if f"{module}.lora_A.weight" in tensors else module
             values = partial(_read, models[1], name, own, threads)
             tensors[inner + dot + last] = Lazy(dtypes.array_dtype(own.number), about.shape, values)
-        report.nbytes = _write(folder, tensors, _config(report, models, in_model), overwrite=overwrite)
+        file = writer_of(tensors, {"format": "pt"}, editable=False)
+        write_folder(folder, WEIGHTS, file, _config(report, models, in_model), overwrite=overwrite)
+        report.nbytes = file.size
     if report.left_out:
         first, reason = next(iter(report.left_out.items()))
         text = "%s: not in the adapter, although changed: %s, such as %s, which %s%s"
@@ -439,30 +438,3 @@ def _check_folder(folder: str, sources: Iterable[str], *, overwrite: bool) -> No
             raise ValueError(f"{folder} has {source}, which is read: choose another folder")
     if not overwrite and os.path.isdir(folder) and os.listdir(folder):
         raise existing_file(folder)
-
-
-def _write(folder: str, tensors: Mapping[str, Any], config: Mapping[str, Any], *, overwrite: bool) -> int:
-    """Write both files, and return the bytes of the weights. A reader finds the old adapter, none, or the new one."""
-    writer, text = writer_of(tensors, {"format": "pt"}, editable=False), (json.dumps(config, indent=2) + "\n").encode()
-    weights, settings = (os.path.join(folder, name) for name in (_FILE, CONFIG))
-    existed, new = os.path.isdir(folder), partial(AtomicFile, overwrite=overwrite, follow=False)
-    os.makedirs(folder, exist_ok=True)
-    try:
-        with new(weights, writer.size) as first, new(settings, len(text)) as second, Swap() as swap:
-            writer.write_to(first)
-            with second.stream() as stream:
-                stream.write(text)
-            if os.path.lexists(settings):
-                swap.hide(settings)  # nobody may read the old settings with the new weights
-            for file in (first, second):
-                file.seal()
-                swap.put(str(file.temporary), file.path, overwrite=overwrite)
-            first.temporary = second.temporary = None  # they are in place
-            sync_folder(folder)
-            swap.finish([])
-    except BaseException:
-        if not existed:
-            with suppress(OSError):
-                os.rmdir(folder)
-        raise
-    return writer.size

@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import copy
+from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -26,10 +28,10 @@ from ..adapters.diffusion import layout_of
 from ..adapters.merge import Change, Merge
 from ..core import dtypes
 from ..core.arrays import Array
-from ..core.atomic_file import pieces_of, write_pieces
+from ..core.atomic_file import AtomicFile, Swap
 from ..core.cast import astype
 from ..core.checkpoint import Checkpoint
-from ..core.files import Location
+from ..core.files import Location, sync_folder
 from ..core.load import parse_target
 from ..core.opening import open_paths
 from ..core.packing import SCHEMES
@@ -38,6 +40,7 @@ from ..core.safetensors import writer
 from ..core.text import error_about, show, similar
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..formats import gguf, mixtures
+from ..formats.folder import MLX_ADAPTER
 from ..models.choosing import EMBEDDINGS, tied_heads
 from ..models.diffusion import ARCHITECTURE, TYPE
 from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
@@ -45,7 +48,7 @@ from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from .catalog import Catalog, is_path
-from .destinations import refuse_inputs
+from .destinations import ShardWriter, config_text, refuse_inputs
 from .forms import counted, laid_out
 from .llama_cpp.gguf_models import published, titled
 from .llama_cpp.settings import ModelConfig
@@ -381,7 +384,6 @@ def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> 
 
 # ---- folders of adapters, for PEFT and mlx-lm ----
 
-_MLX_FILE, _PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
 _LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
 
 
@@ -394,7 +396,7 @@ def to_folder(
         raise ValueError(f"{fault}: the folder of an adapter has plain tensors, and is on a disk")
     sink = Sink(place.files, place.path)
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, _MLX_FILE, _PEFT_FILE)))
+        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS)))
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
@@ -407,16 +409,38 @@ def to_folder(
         factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
     target = parse_target(options["dtype"])
     file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
-    text, name = (json.dumps(settings, indent=2) + "\n").encode(), _PEFT_FILE if as_peft else _MLX_FILE
+    name = lora.WEIGHTS if as_peft else MLX_ADAPTER
     there = sorted(sink.names() & {name, lora.CONFIG})
     if there and not overwrite:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
-    sink.remove([name])  # no reader may find old factors beside new settings
-    with sink.writing(lora.CONFIG, len(text)) as out:
-        write_pieces(out, pieces_of(np.frombuffer(text, np.uint8)))
-    with sink.writing(name, file.size) as out:
-        file.write_to(out)
+    write_folder(place.path, name, file, settings, overwrite=overwrite)
     return [sink.shown(name)], len(factors), file.size
+
+
+def write_folder(folder: str, name: str, file: ShardWriter, config: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Write the weights of an adapter and its configuration: a reader finds the old adapter, none, or the new one."""
+    text = config_text(config)
+    weights, settings = (os.path.join(folder, each) for each in (name, lora.CONFIG))
+    existed, new = os.path.isdir(folder), partial(AtomicFile, overwrite=overwrite, follow=False)
+    os.makedirs(folder, exist_ok=True)
+    try:
+        with new(weights, file.size) as first, new(settings, len(text)) as second, Swap() as swap:
+            file.write_to(first)
+            with second.stream() as stream:
+                stream.write(text)
+            if os.path.lexists(settings):
+                swap.hide(settings)  # nobody may read the old settings with the new weights
+            for each in (first, second):
+                each.seal()
+                swap.put(str(each.temporary), each.path, overwrite=overwrite)
+            first.temporary = second.temporary = None  # they are in place
+            sync_folder(folder)
+            swap.finish([])
+    except BaseException:
+        if not existed:
+            with suppress(OSError):
+                os.rmdir(folder)
+        raise
 
 
 def _as_mlx(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -466,7 +490,7 @@ def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], d
         if product.kernel:
             a, b = a.reshape(len(a), -1, *product.kernel), b.reshape(*b.shape, *(1 for _ in product.kernel))
         ends = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
-        factors |= {f"base_model.model.{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
+        factors |= {f"{lora.PREFIX}{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
         ranks[module], alphas[module] = len(a), product.scaling * len(a)
     rank, alpha = (max(dict.fromkeys(each.values()), key=[*each.values()].count) for each in (ranks, alphas))
     return factors, {
@@ -512,7 +536,7 @@ def for_tools(
     target = parse_target(options["dtype"])
     tensors: dict[str, Any] = {}
     for name, factor in factors.items():
-        module, _, end = name.removeprefix("base_model.model.").rpartition(".lora_")
+        module, _, end = name.removeprefix(lora.PREFIX).rpartition(".lora_")
         outer = f"{component}.{module}.lora_{end}"
         if layout == "kohya":
             alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
