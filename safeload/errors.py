@@ -274,7 +274,7 @@ class RemoteError(OSError):
     Attributes:
         path: the URL, without user, password and query.
         begin: first byte of the requested range; None if no range was requested.
-        end: one past the last byte of the range.
+        end: offset after the last byte of the range.
         tensor: name of the first tensor in the range; None if the range holds no tensor.
     """
 

@@ -257,7 +257,7 @@ def save_file(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Write JAX arrays to a safetensors file atomically: after a crash there is either the old file or the new one.
+    """Write JAX arrays to a safetensors file atomically: after a crash there is either the old file or the new file.
 
     Args:
         tensors: arrays by name, see `save`. Flatten nested dicts with `safeload.flatten`.

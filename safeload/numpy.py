@@ -71,7 +71,7 @@ def save_file(
     overwrite: bool = True,
     durable: bool = True,
 ) -> None:
-    """Write a safetensors file atomically: after a crash there is either the old file or the new one.
+    """Write a safetensors file atomically: after a crash there is either the old file or the new file.
 
     Args:
         tensor_dict: arrays by name, see `save`. Their data is not copied in memory.

@@ -366,7 +366,7 @@ def save(tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) 
 
 @public
 def save_file(tensors: dict[str, Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically: after a crash there is either the old file or the new one.
+    """Write a safetensors file atomically: after a crash there is either the old file or the new file.
 
     Args:
         tensors: dense, contiguous tensors by name, see `save`. Tensors on the CPU are not copied.

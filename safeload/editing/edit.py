@@ -218,7 +218,7 @@ class SafetensorsEdit(Edit):
         if not 0 < length <= file.identity.size - _LENGTH:
             raise FormatError("the header changed while it was read", path, 0)
         self._old = file.head(_LENGTH + length)
-        self._new: bytes | None = None  # the header that was written in the place of the old one
+        self._new: bytes | None = None  # the header that replaced the old header
         self._keep: list[Any] = []
 
     def __iter__(self) -> Iterator[str]:
@@ -246,7 +246,7 @@ class SafetensorsEdit(Edit):
 
     @property
     def in_place(self) -> bool:
-        """True if only metadata changes, and the new header fits in the place of the old one."""
+        """True if only metadata changes, and the new header fits in place of the old."""
         return not self._renamed and self._fitting() is not None
 
     def _header(self) -> Header:
@@ -256,7 +256,7 @@ class SafetensorsEdit(Edit):
         return Header(names, numbers, [tensor.shape for _, tensor in items], texts, keeps_order=not self._moved)
 
     def _fitting(self) -> bytes | None:
-        """Return the header for the place of the old one: the old one if nothing changes, None if none fits."""
+        """Return the header to write in place: the old header if nothing changes, None if none fits."""
         if not self._moved and not self._renamed and not self._edited.changes:
             return self._old
         if self._moved or (header := self._header()).nbytes > len(self._old):
@@ -276,7 +276,7 @@ class SafetensorsEdit(Edit):
             self._new = new
 
     def undo(self) -> None:
-        """Put the old header back if another one was written in its place."""
+        """Put the old header back if another was written in its place."""
         if self._new is not None:
             replace_header(self._file, self._new, self._old, durable=self._durable)
             self._new = None
@@ -393,7 +393,7 @@ class _FolderEdit(Edit):
         free = free_names(Sink(LOCAL, folder), numbered)
         names = dict(zip(replaced, map(free.__getitem__, numbered), strict=True))
         with ExitStack() as stack:
-            # If this process is killed, the temporary index names the new shards, and the hidden one the old shards.
+            # If this process is killed, the temporary index names the new shards, and the hidden index the old shards.
             index = None
             if replaced:
                 content = dict(self._content)

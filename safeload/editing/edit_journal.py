@@ -176,7 +176,7 @@ class Locked(io.FileIO):
 
 
 def replace_header(file: Locked, old: bytes, new: bytes, *, durable: bool) -> None:
-    """Replace the header by one of the same size, or after an error keep the old one unless the message says no."""
+    """Replace the header by another of its size; after an error the old header stays unless the message says no."""
     write(file, old, new, durable=durable)
     try:
         file.overwrite_header(old, new, durable=durable)

@@ -12,7 +12,7 @@ Tar archives, such as NeMo's ``.nemo``:
    ``LENGTH KEY=VALUE\n`` (pax), of which ``path`` and ``size`` replace fields. "L" holds the name of the next member
    and "K" the name of its link (GNU).
 5. Refused by name: links, devices, sparse members ("S", or keys ``GNU.sparse.*``), volumes of an archive ("M"), folders
-   with a size, names that are absolute or lead out of the archive, two members of one name. Readers disagree about
+   with a size, names that are absolute or lead out of the archive, two members of the same name. Readers disagree about
    them, or follow them.
 6. Compressed archives are refused: no member could be read without unpacking all bytes before it.
 

@@ -1,7 +1,7 @@
 """Weight files of tensors that are stored in several boxes, read by ranges as one file.
 
 A training process, or a chunk of an array store, holds a box of a tensor: offsets and sizes along each axis. An
-`AssembledStore` presents such tensors as a file: the bytes of each tensor in C order, one tensor after another. Nothing
+`AssembledStore` presents such tensors as a file: the bytes of each tensor in C order, tensor after tensor. Nothing
 is copied or joined beforehand. A read finds the boxes that it touches and reads only their bytes, so every operation
 that reads tensors by ranges also reads tensors in boxes, in bounded memory.
 
@@ -103,7 +103,7 @@ class BoxedTensor:
 
     @cached_property
     def _edges(self) -> tuple[Array, Array]:
-        """First elements of the boxes, and one past the last."""
+        """First elements of the boxes, and the end after the last."""
         begins = np.array([box.offsets for box in self.boxes], np.int64)
         return begins, begins + np.array([box.sizes for box in self.boxes], np.int64)
 
@@ -210,7 +210,7 @@ class AssembledStore(RemoteStore):
 
     def close(self) -> None:
         super().close()
-        self._unpacked = OrderedDict()  # a thread may still be using the old one
+        self._unpacked = OrderedDict()  # a thread may still be using the old dict
         for store in self.stores:
             store.close()
 

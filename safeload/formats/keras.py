@@ -390,7 +390,7 @@ class Structure:
 
 
 def _usual(h5t: Any, kind: Any) -> bool:
-    """Return True if the bytes of a number are in one of the two usual orders."""
+    """Return True if the bytes of a number are in either of the usual orders."""
     return kind.get_size() == 1 or kind.get_order() in (h5t.ORDER_LE, h5t.ORDER_BE)
 
 

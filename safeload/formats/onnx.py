@@ -26,12 +26,12 @@ A model is protocol buffers:
 
 https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 
-Fields of a message are stored one after another:
+Fields of a message are stored in sequence:
 
 1. A field begins with a varint: its number times 8, plus its wire type.
 2. Type 0 is a varint: 7 bits in each byte, the lowest first; the top bit says that more follow. At most 10 bytes.
 3. Type 1 is 8 bytes, type 5 is 4 bytes, little-endian.
-4. Type 2 is a varint and as many bytes: text, bytes, a message, or numbers one after another ("packed").
+4. Type 2 is a varint and as many bytes: text, bytes, a message, or a sequence of numbers ("packed").
 5. Types 3 and 4, groups, are refused: nothing has written them for many years.
 6. Fields may come in any order, and repeatedly; unknown numbers are skipped.
 
@@ -80,7 +80,7 @@ class Field(NamedTuple):
     wire: int  # the wire type
     value: int  # of a varint; bytes of a content
     begin: int  # first byte of the content
-    end: int  # one past the last byte
+    end: int  # after the last byte
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
@@ -116,7 +116,7 @@ _DATA_FIELDS = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})  # shared by tensors: a file can have a million
 
 
-ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and one past the last
+ByteSpan: TypeAlias = tuple[int, int]  # the first byte of numbers in the file, and the end after the last
 
 
 # Value of ``root=`` for the tensors of Constant nodes.

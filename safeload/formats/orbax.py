@@ -263,7 +263,7 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
 
 
 def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
-    """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty one."""
+    """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty path."""
     store, _, length, path = folder.stored(part + MANIFEST)
     if length > MAX_MANIFEST:
         raise error_about(LimitError, f"the manifest has {length:,} bytes, more than {MAX_MANIFEST:,}", path=path)

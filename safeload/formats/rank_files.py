@@ -9,7 +9,7 @@ process 0 stands for all files:
    the whole shape; the state has the process's ``_local_tensor`` and its ``_spec``: a ``mesh`` of processes and
    ``placements``, one for each axis of the mesh.
 3. ``Shard(dim)`` divides an axis of the tensor like `torch.chunk`: ceil(n / parts) rows for each process, fewer or none
-   for the last ones. Placements apply from left to right, each to the part that the last one left. ``Replicate``
+   for the last ones. Placements apply from left to right, each to the part that the last left. ``Replicate``
    divides nothing.
 4. The mesh has the position of the process, ``_coordinate_on_dim``, and its size: ``_layout``, or the tensor ``mesh``.
 5. A ShardedTensor, of older FSDP, lists its local shards with their offsets and sizes.

@@ -219,7 +219,7 @@ def _fetched(array: Any) -> NumpyArray:
 # ---- loading ----
 
 
-# Bytes of arrays to load together. Host memory holds two groups at a time: one is read while the previous one is copied
+# Bytes of arrays to load together. Host memory holds two groups at a time: the next is read while a group is copied
 # to its devices. A larger tensor is read alone and, if several devices hold it, in the sharding's ranges of its first
 # axis.
 GROUP = 128 << 20

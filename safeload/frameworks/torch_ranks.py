@@ -34,7 +34,7 @@ except ImportError as error:
 
 # The tensor-parallel plan of the model's family, and the name of its dimension in a mesh of several.
 PLAN = "tp"
-# Ranges along each axis of a tensor, one after another.
+# Ranges along each axis of a tensor, in sequence.
 Runs: TypeAlias = list[list[tuple[int, int]]]
 
 

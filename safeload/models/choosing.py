@@ -1,6 +1,6 @@
 """What the config of a model says of its tensors: their schema, the heads that are tied, and their dtype.
 
-The experts of a model are stored one by one, fused by transformers, or stacked by mlx-lm.
+The experts of a model are stored as separate tensors, fused by transformers, or stacked by mlx-lm.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _with_prefix(schema: Schema, prefix: str) -> Schema:
 
 
 def _with_expert_form(family: FamilyFile, config: Mapping[str, Any] | None, names: Collection[str]) -> Schema:
-    """Return the schema of a model with these names, or the schema itself if its experts are stored one by one."""
+    """Return the schema of a model with these names, or the schema itself if its experts are separate tensors."""
     schema = family.schema
     if _COUNT not in schema.counts:
         return schema
@@ -201,7 +201,7 @@ def _with_expert_form(family: FamilyFile, config: Mapping[str, Any] | None, name
     form = mlx_form(config) if not fused and any(STACK in name for name in names) else None
     if form is not None:
         return form.schema_of((config or {})["model_type"])
-    # Mixtral under the names of transformers 5, in which llm-compressor stores experts one by one.
+    # Mixtral under the names of transformers 5, in which llm-compressor stores separate experts.
     modules = any(_NEW in name and name.endswith(".gate_proj.weight") for name in names)
     modules = modules and any(_MIXTRAL_BLOCK in entry.name for entry in schema.entries)
     if not (fused or modules):

@@ -6,7 +6,7 @@ A file is named after its family, and says of it what is needed to check, conver
      "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...},
      "engines": true, "mlx": {}, "gguf": {"architecture": "tiny", "keys": {...}, "tensors": {...}}}
 
-- ``like``: a family to inherit from. An object is merged with the inherited one, another value replaces it, and null
+- ``like``: a family to inherit from. An object is merged with the inherited object, another value replaces it, and null
   removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
   fields, fields of `_OWN_FORM`, and an absent ``gguf`` or ``mlx`` are not inherited.
 - ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
@@ -34,7 +34,7 @@ The fields of ``gguf``:
   is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
   llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; later layers, such as
   layers for multi-token prediction, are left out.
-- ``counted``: numbers in expressions over the config: one more than the highest layer number in the published names
+- ``counted``: numbers in expressions over the config: the highest layer number plus 1 in the published names
   that begin so.
 - ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
   the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
@@ -83,7 +83,7 @@ the configs of the ``whole`` model, of its ``text`` part, and of its image ``pro
 - ``towers``: beginnings of the published names that belong to the file; an unknown tensor below one of these is
   refused.
 - ``token_ids``: tokens whose ids expressions can use, by name; 0 without the token.
-- ``dtypes``: by pattern of llama.cpp's names, the dtype of tensors that do not get the requested one: "F32", "F16", or
+- ``dtypes``: by pattern of llama.cpp's names, the dtype of tensors that never get the requested dtype: "F32", "F16", or
   "F16 or F32", which is F16 only in a file of F16.
 
 The fields of ``mlx``:
@@ -181,7 +181,7 @@ NO_TOKENS = ("no_vocab", "none")
 # llama.cpp's base of rotations for a file without ``rope.freq_base``.
 USUAL_BASE = 10_000.0
 
-# Numbers in names, at most one of a layer and one of an expert.
+# Numbers in names: at most a layer number and an expert number.
 _NUMBERS = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,9})(?=\.)", re.ASCII)
 PLACE = "{}"
 
@@ -207,7 +207,7 @@ class GgufLayout(NamedTuple):
 
     heads: tuple[str, ...] = ()  # keys of the number of heads: the rows of each half of a head alternate
     flat: bool = False  # all axes after the first are the columns
-    number: str | None = None  # expression of the number of the layer in llama.cpp, if it is another one
+    number: str | None = None  # expression of the number of the layer in llama.cpp, if it differs
     rows: tuple[Mapping[str, Any], ...] = ()  # pieces of rows, the fields of `Piece`, in the order of llama.cpp
     columns: tuple[Mapping[str, Any], ...] = ()  # likewise
     items: str | None = None  # expression of the number of matrices that the rows are, or that are stacked
@@ -520,7 +520,7 @@ class MmprojForm(GgufForm):
         return [name for name, key in self.keys.items() if not key.optional and key.when is None]
 
     def dtype_of(self, name: str) -> str | None:
-        """Return the dtype of a tensor, as in ``dtypes``, that does not get the requested one, or None."""
+        """Return the dtype of a tensor, as in ``dtypes``, that does not get the requested dtype, or None."""
         usual = "F32" if is_kept_f32(name) else None
         return next((dtype for text, dtype in self.dtypes.items() if fnmatchcase(name, text)), usual)
 

@@ -144,7 +144,7 @@ def _older_keys(config: Mapping[str, Any], form: MlxForm | None) -> dict[str, An
     older.update((key, rope.get(key)) for key in ("rope_theta", "partial_rotary_factor"))
     kind = rope.get("rope_type", "default")
     if kind != "default":
-        older["rope_scaling"] = {**rope, "type": kind}  # some models read the one name, some the other
+        older["rope_scaling"] = {**rope, "type": kind}  # some models read the first name, some the second
     for key, name in form.newer_keys.items() if form is not None else ():
         older[key] = older.get(name, config.get(name))
     return {key: value for key, value in older.items() if value is not None}

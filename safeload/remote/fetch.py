@@ -140,7 +140,7 @@ class _Piece:
     def __init__(self, file: WeightFile, begin: int, end: int, name: str | None, address: int = 0) -> None:
         self.file = file
         self.begin = begin
-        self.end = end  # one past the last byte
+        self.end = end  # after the last byte
         self.name = name  # of the tensor, if known
         self.address = address  # in memory
         self.works: list[_Work] = []  # jobs waiting for the bytes; empty if the bytes belong to an array

@@ -76,7 +76,7 @@ class ExpectedRange(NamedTuple):
     """The expected digest of bytes of a file."""
 
     begin: int
-    end: int | None  # one past the last byte; None for the end of the file
+    end: int | None  # after the last byte; None for the end of the file
     algorithm: str
     digest: str  # hexadecimal
 

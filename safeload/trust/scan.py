@@ -175,7 +175,7 @@ def scan(paths: Paths, *, storage_options: Mapping[str, Any] | None = None) -> S
     r"""List and judge every global that pickles in files name, and other code that loading would run.
 
     Pickles are found wherever they are: in torch checkpoints, NumPy object arrays, joblib files, inside zip and tar
-    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, one after another, or at an offset. A file
+    archives (``.nemo``, ``.keras``, torch.package), nested and compressed, in sequence, or at an offset. A file
     is also followed as a pickle if it begins as another format, and calls before a fault count. Nothing is executed or
     imported. Globals on the allowlist with which safeload reads pickles are harmless; any other global is unknown, or
     dangerous if it is known to run code, reach files or the network, or hide a name. Keras Lambda layers count as
@@ -259,7 +259,7 @@ MAX_OPCODES = 20_000_000
 MAX_SEARCHED = 1 << 30
 # Opcodes that each attempt counts as, and opcodes per byte of a file and of what it unpacks to.
 _ATTEMPT, _PER_BYTE = 50, 16
-# Bytes of a head, and to read at once. Compressed contents begin with a small read, because a malformed one ends there.
+# Bytes of a head, and to read at once. Compressed contents begin with a small read, where malformed ones end.
 _HEAD, _CHUNK, _FIRST = 512, 1 << 20, 1 << 12
 _PICKLE_NAME = re.compile(r"\.(?:pkl|pickle|p|pt|pth|ckpt|bin|joblib|dill|data?|sav|model)\Z", re.IGNORECASE)
 _ARRAY_FILES = (".bin", ".dat", ".data", ".model", ".p")  # suffixes that other files have as well

@@ -70,7 +70,7 @@ class _Computed:
 
     name: str = ""
     args: tuple[Any, ...] = ()
-    state: Any = None  # set by BUILD; unknown after a second one
+    state: Any = None  # set by BUILD; unknown after a second BUILD
 
 
 # Values that name nothing.
@@ -219,7 +219,7 @@ class Tracer(Machine):
     # ---- the stack and the memo ----
 
     def missing(self, what: str) -> Any:
-        """Return a value in place of a missing one, which ends the run of every reader."""
+        """Return a value in place of a missing value, which ends the run of every reader."""
         if self.strict:
             raise Fault(what)
         return _UNKNOWN

@@ -260,7 +260,7 @@ def _compared(
         layers = sorted({layer.path for layer in ollama.find(text).layers})
         files, places = LOCAL, {os.path.basename(layer): layer for layer in layers}
     else:
-        # Settings and shards beside a weight file are no part of another one, nor of the result of a conversion.
+        # Settings and shards beside a weight file are no part of another, nor of the result of a conversion.
         partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
         listed = _places(text, expected, files)
         places = {name: place for name, place in listed if not partial_list or expected.covers(place, files)}
@@ -341,7 +341,7 @@ def _model_at(against: Any, storage_options: Mapping[str, Any] | None) -> Locati
 
 
 def _files_of_model(model: Location, path: str, files: Files, threads: int | None) -> digests.Expected:
-    """Return the digests of another model's files; of a single weight file, under the name of another one."""
+    """Return the digests of another model's files; of a single weight file, under the name of another file."""
     listed: dict[str, dict[str, Any]] = {}
     if not (model.files.remote or ollama.is_name(model.path)):
         if not os.path.lexists(model.path):
@@ -356,7 +356,7 @@ def _files_of_model(model: Location, path: str, files: Files, threads: int | Non
 
 
 def _is_alone(path: str, files: Files) -> bool:
-    """Return True for a weight file, which another one of any name can be compared with."""
+    """Return True for a weight file, which another file of any name can be compared with."""
     return not (files.is_folder(path) or path.endswith(".index.json"))
 
 

@@ -391,7 +391,7 @@ def _name_as_module(value: Inert, members: Collection[str] | None) -> bool:
         if len(hidden):
             rest[_MODULE[1]] = {key: item for key, item in state[_MODULE[1]].items() if key in hidden}
         if len(entries) < sum(item is not None for part in parts for item in part.values()):
-            return False  # two members of one name
+            return False  # two members of the same name
     if any(type(key) is not str for key in entries):
         return False
     value.items, value.state = entries, rest
