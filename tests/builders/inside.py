@@ -61,7 +61,7 @@ NAMES = {
     "Catalog": "conversion.catalog:Catalog",
     "executors": "conversion.executors",
     "validated_zeros": "checking.files",
-    "manifest": "trust.manifest",
+    "manifest": "trust.verify",
     "families": "quant.families:families",
     "presets": "quant.families:presets",
     "Globs": "quant.patterns:Globs",
