@@ -68,7 +68,7 @@ NAMES = {
     "Pattern": "quant.patterns:Pattern",
     "quantization_of": "quant.quantization:quantization_of",
     "LOCAL": "core.files:LOCAL",
-    "http_client": "remote.http_client",
+    "http_client": "remote.http",
     "parse_json": "core.files:parse_json",
     "local": "core.files",
     "ollama": "remote.ollama",
@@ -104,7 +104,7 @@ SEAMS = {
     "spans_of": ["conversion.decide:spans_of", "conversion.make:spans_of"],
     "tensor_maker": ["conversion.make:Maker"],
     "patch_int32": ["editing.patch:_MAX_INT32"],
-    "retry_pause": ["remote.foreign:PAUSE", "remote.http_client:_BACKOFF"],
+    "retry_pause": ["remote.foreign:PAUSE", "remote.http:_BACKOFF"],
     "interrupt_grace": ["core.thread_group:_GRACE"],
 }
 
