@@ -83,7 +83,7 @@ def choose_for_mlx(config: Mapping[str, Any]) -> tuple[Choice | None, Mapping[st
 
 def _by_format(format: str | None, names: Collection[str]) -> Iterator[tuple[FamilyFile, bool]]:
     for family in with_schema().values():
-        if format in family.formats:
+        if format in family.own.get("formats", ()):
             required = [entry.name for entry in family.schema.entries if not entry.optional]
             if 2 * sum(name in names for name in required) >= len(required):
                 yield family, True
@@ -102,7 +102,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
         yield from ((family, not listed) for family in known if model_type in family.model_types)
     elif not listed:  # the config of an inner model, such as a vision encoder, has a width
         inner = any(isinstance(value, Mapping) and any(key in value for key in _WIDTHS) for value in config.values())
-        yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
+        by_keys = ((family, family.own.get("keys")) for family in known)
+        yield from ((family, not inner) for family, keys in by_keys if keys and config.keys() >= {*keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
         return  # a model of models, see `choose_part`
     stems = {_stem(text) for text in listed if not str(text).endswith(_WITH_INNER)} - {None}

@@ -515,11 +515,6 @@ class MlxForm(GgufForm):
             entries.append(SchemaEntry(place, shape, entry.role, entry.optional, when, tied, entry.tied_when))
         return replace(self.published, entries=tuple(entries), prefixes=("",), more_layers=None, architectures=())
 
-    @property
-    def changes(self) -> bool:
-        """True if names or values differ from transformers."""
-        return any(name not in sources or sources[name] != GgufLayout() for name, sources in self.layouts.items())
-
     def role(self, name: str) -> str | None:
         """Return the role of a tensor of mlx-lm, without what stands before all names."""
         sources = self.layouts.get(without_numbers(name)[0])
@@ -531,33 +526,25 @@ class FamilyFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        own = read_data(__name__, f"families/{name}.json")
-        gguf = own.get("gguf", {})
-        self.about: str = own["about"]
-        self.architectures: tuple[str, ...] = own.get("architectures", ())
-        self.model_types: tuple[str, ...] = own.get("model_types", ())
-        self.formats: tuple[str, ...] = own.get("formats", ())
-        self.keys: tuple[str, ...] = own.get("keys", ())
+        self.own: _Content = read_data(__name__, f"families/{name}.json")
+        self.about: str = self.own["about"]
+        self.architectures: tuple[str, ...] = self.own.get("architectures", ())
+        self.model_types: tuple[str, ...] = self.own.get("model_types", ())
         # A variant has classes, types and schema of the family that it is like.
-        self.variant_of: str | None = own["like"] if "when" in gguf else None
-        self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
-        self._parallel: Any = own.get("parallel")
-        self.in_engines: bool = own.get("engines", False)
-        self.in_mlx = "mlx" in own
+        self.variant_of: str | None = self.own["like"] if "when" in self.of("gguf") else None
+        self.has_schema = self.own.get("tensors", "like" in self.own or None) is not None and self.variant_of is None
         # Types of whole models, which can have another one inside.
-        self.mlx_types: tuple[str, ...] = tuple(own.get("mlx", {}).get("types", self.model_types))
-        self.in_gguf, self.in_mmproj = "gguf" in own, "mmproj" in own
-        self.mmproj_classes: tuple[str, ...] = own.get("mmproj", {}).get("classes", ())
-        self.gguf_classes: tuple[str, ...] = gguf.get("classes", ())
-        # Of language models, inside another model too.
-        self.gguf_types = {*self.model_types, gguf.get("text_type")} - {None}
-        # Otherwise llama.cpp runs it as the family that it is like.
-        self.names_architecture = "architecture" in gguf and gguf.get("chosen_by") is None
+        self.mlx_types: tuple[str, ...] = tuple(self.of("mlx").get("types", self.model_types))
+
+    def of(self, form: str) -> _Content:
+        """Return the fields of a form in the file itself."""
+        fields: _Content = self.own.get(form, {})
+        return fields
 
     @property
     def parallel(self) -> Mapping[str, tuple[str, Any]] | None:
         """How ranks divide the tensors: "rows" or "columns", and the parts, by pattern of their names."""
-        plan = self._parallel
+        plan = self.own.get("parallel")
         return family_files()[plan].parallel if isinstance(plan, str) else plan
 
     @cached_property
@@ -587,7 +574,7 @@ class FamilyFile:
     @cached_property
     def mmproj(self) -> MmprojForm:
         """The vision tower in llama.cpp, if it has the family's."""
-        return MmprojForm(_merged(self.name), self.mmproj_classes[0], self.model_types)
+        return MmprojForm(_merged(self.name), self.of("mmproj")["classes"][0], self.model_types)
 
 
 @cache
@@ -599,7 +586,7 @@ def family_files() -> dict[str, FamilyFile]:
 @cache
 def _merged(name: str) -> _Content:
     """Return the content of a family's file, merged with the family that it is like."""
-    own: _Content = read_data(__name__, f"families/{name}.json")
+    own = family_files()[name].own
     inherited = _merged(own["like"]) if "like" in own else {}
     tower = own.get("mmproj", {}).get("like")
     if tower is not None:
@@ -622,6 +609,11 @@ def _over(base: _Content, own: _Content) -> dict[str, Any]:
             value = _over(inherited if isinstance(inherited, Mapping) else {}, value)
         result[key] = value
     return {key: value for key, value in result.items() if value is not None}
+
+
+def _having(*forms: str) -> list[FamilyFile]:
+    """Return the families with these forms in their files."""
+    return [family for family in family_files().values() if family.own.keys() >= {*forms}]
 
 
 # ---- schemas ----
@@ -661,29 +653,30 @@ def load(name: Any) -> Schema:
 
 def engine_model_types() -> list[str]:
     """Return the ``model_type`` of the models that all engines support."""
-    return [name for family in family_files().values() if family.in_engines for name in family.model_types]
+    return [name for family in _having("engines") for name in family.model_types]
 
 
 def mlx_form(config: Mapping[str, Any] | None) -> MlxForm | None:
     """Return how mlx-lm has a model, or None if nothing is known of its tensors there."""
     config = config or {}
     whole, inner = config.get("model_type"), language_of(config).get("model_type")
-    families = [each for each in family_files().values() if whole in each.mlx_types and each.in_mlx and each.in_gguf]
+    families = [each for each in _having("mlx", "gguf") if whole in each.mlx_types]
     families.sort(key=lambda family: inner not in family.model_types)
     return families[0].mlx if families else None
 
 
 def mlx_model_types() -> set[str]:
     """Return the types of the models that can be written for mlx-lm."""
-    return {name for family in family_files().values() if family.in_mlx and family.in_gguf for name in family.mlx_types}
+    return {name for family in _having("mlx", "gguf") for name in family.mlx_types}
 
 
 def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
     """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
     form, model_type = mlx_form(config), (config or {}).get("model_type")
     if form is not None:
-        return form.changes or form.types[str(model_type)] != ""
-    known = (family.model_types for family in family_files().values() if family.in_mlx and not family.in_gguf)
+        kept = all(sources.get(name) == GgufLayout() for name, sources in form.layouts.items())
+        return not kept or form.types[str(model_type)] != ""
+    known = (family.model_types for family in _having("mlx") if "gguf" not in family.own)
     return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
@@ -693,17 +686,13 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
     """Return the families that llama.cpp has, by the class that stands for each."""
-    return {
-        family.architectures[0]: family.gguf
-        for family in family_files().values()
-        if family.in_gguf and not family.variant_of
-    }
+    return {family.architectures[0]: family.gguf for family in _having("gguf") if not family.variant_of}
 
 
 @cache
 def _families_by_class() -> dict[str, FamilyFile]:
-    families = [family for family in family_files().values() if family.in_gguf and family.variant_of is None]
-    more = {name: family for family in families for name in family.gguf_classes}
+    families = [family for family in _having("gguf") if family.variant_of is None]
+    more = {name: family for family in families for name in family.of("gguf").get("classes", ())}
     return {**more, **{family.architectures[0]: family for family in families}}
 
 
@@ -728,7 +717,11 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
     known, inner = _families_by_class(), language_of(config)
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
     model_type = inner.get("model_type") if isinstance(inner.get("model_type"), str) else None
-    of_type = [family for family in dict.fromkeys(known.values()) if model_type in family.gguf_types]
+    of_type = [
+        family
+        for family in dict.fromkeys(known.values() if model_type is not None else ())
+        if model_type in (*family.model_types, family.of("gguf").get("text_type"))
+    ]
     for name in named:
         if name in known:
             own = known[name]
@@ -747,7 +740,9 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    named = [family for family in family_files().values() if family.names_architecture]
+    # One that is `chosen_by` something llama.cpp runs as the family that it is like.
+    forms = ((family, family.of("gguf")) for family in _having("gguf"))
+    named = [family for family, own in forms if "architecture" in own and own.get("chosen_by") is None]
     named.sort(key=lambda family: not family.variant_of)  # a family goes before the variant of another
     return {family.gguf.architecture: family.gguf for family in named}
 
@@ -755,15 +750,14 @@ def gguf_architectures() -> dict[str, GgufForm]:
 def mmproj_form(config: Mapping[str, Any] | None) -> MmprojForm | None:
     """Return the vision tower of the class that a config names, or None if llama.cpp has none."""
     named = listed_in(config)[:1]
-    families = (each for each in family_files().values() if each.in_mmproj)
-    return next((family.mmproj for family in families if set(named) & {*family.mmproj_classes}), None)
+    families = (each for each in _having("mmproj") if set(named) & {*each.of("mmproj").get("classes", ())})
+    return next((family.mmproj for family in families), None)
 
 
 @cache
 def _projectors() -> dict[str, MmprojForm]:
     """Return the vision towers by title."""
-    forms = [family.mmproj for family in family_files().values() if family.in_mmproj]
-    return {form.title: form for form in forms}
+    return {family.mmproj.title: family.mmproj for family in _having("mmproj")}
 
 
 def gguf_form_of(metadata: Mapping[Any, Any]) -> GgufForm | None:
@@ -831,11 +825,11 @@ def families() -> list[ModelFamily]:
             family.architectures,
             family.model_types,
             schema=family.has_schema,
-            gguf=family.gguf.architecture if family.in_gguf else "",
-            engines=family.in_engines,
-            mlx=family.in_mlx,
-            way_back=family.in_gguf,
-            mmproj=family.in_mmproj,
+            gguf=family.gguf.architecture if "gguf" in family.own else "",
+            engines="engines" in family.own,
+            mlx="mlx" in family.own,
+            way_back="gguf" in family.own,
+            mmproj="mmproj" in family.own,
         )
         for name, family in family_files().items()
         if family.variant_of is None

@@ -174,7 +174,7 @@ def test_the_schema_is_found_by_the_config(kind):
         assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
     assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True, None)
-    if families.family_files()[name].keys:
+    if families.family_files()[name].own.get("keys"):
         assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False, None)
         assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True, None)
         assert choosing.choose({**config, "model_type": "something"}, None, ()) is None
