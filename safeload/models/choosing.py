@@ -118,8 +118,8 @@ def _stem(name: Any) -> str | None:
 def choose_part(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
     """Choose the schema of a model, with an additional prefix of its names, or of the language model inside it.
 
-    All names can have a prefix ("module.model.layers.0...", "language_model.model.layers.0..."). The config of a
-    language model inside is nested in that of the model.
+    All names may have a prefix ("module.model.layers.0...", "language_model.model.layers.0..."). The config of a
+    language model inside is nested in the model's.
     """
     choice = choose(config, format, names)
     if choice is not None:

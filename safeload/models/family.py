@@ -740,7 +740,7 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    # One that is `chosen_by` something llama.cpp runs as the family that it is like.
+    # With `chosen_by`, llama.cpp runs a family as the family it is like.
     forms = ((family, family.of("gguf")) for family in _having("gguf"))
     named = [family for family, own in forms if "architecture" in own and own.get("chosen_by") is None]
     named.sort(key=lambda family: not family.variant_of)  # a family goes before the variant of another

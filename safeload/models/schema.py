@@ -1,7 +1,7 @@
 """Schemas: published names of tensors, and shapes over the keys of a config.
 
 They are fields of a family's file. ``FAMILIES.md`` describes them and their expressions, which are our own and
-well-formed (a test parses them all). The values of a config can be anything.
+well-formed (a test parses them all). The values of a config may be anything.
 """
 
 from __future__ import annotations
