@@ -15,7 +15,7 @@ import safetensors.numpy
 from compare import Comparison, prepared, race
 
 import safeload
-from safeload.trust import manifest
+from safeload.trust import verify as manifest
 
 ROUNDS = files.LARGE_ROUNDS
 

@@ -62,8 +62,7 @@ _MODULE_OF = {
         "trust.scan": "ScanFinding ScanReport scan",
         "checking.findings": "CheckReport Finding",
         "checking.check": "Limits check",
-        "trust.manifest": "TensorCheck",
-        "trust.verify": "FileCheck VerifyReport verify",
+        "trust.verify": "FileCheck TensorCheck VerifyReport verify",
         "core.opening": "Signature",
     }.items()
     for name in names.split()

@@ -96,11 +96,11 @@ from .models.family import ModelFamily as ModelFamily
 from .models.family import families as families
 from .models.layout import Layout as Layout
 from .models.layout import StackedTensor as StackedTensor
-from .trust.manifest import TensorCheck as TensorCheck
 from .trust.scan import ScanFinding as ScanFinding
 from .trust.scan import ScanReport as ScanReport
 from .trust.scan import scan as scan
 from .trust.verify import FileCheck as FileCheck
+from .trust.verify import TensorCheck as TensorCheck
 from .trust.verify import VerifyReport as VerifyReport
 from .trust.verify import verify as verify
 

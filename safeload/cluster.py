@@ -22,7 +22,7 @@ from .conversion.resume import Plan, finalize, plan_convert
 from .core.memory import check_threads
 from .core.text import show
 from .errors import FormatError, public
-from .trust import manifest
+from .trust import verify
 
 __all__ = ["Plan", "finalize", "plan_convert", "run_piece"]
 
@@ -30,7 +30,7 @@ __all__ = ["Plan", "finalize", "plan_convert", "run_piece"]
 _FUNCTIONS: Mapping[str, Callable[[Mapping[str, Any], int | None, Mapping[str, Any] | None], dict[str, Any]]] = {
     "convert": resume.run,
     "diff": diff.run,
-    "manifest": manifest.run,
+    "manifest": verify.run,
     "stats": stats.run,
     "validate": check.run,
 }

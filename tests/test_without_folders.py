@@ -29,7 +29,7 @@ GONE = {
     "models": "safeload.open('.')",
     "quant": "safeload.open('codes.safetensors')",
     "remote": "safeload.open('https://localhost:1/model.safetensors')",
-    "remote/http.py remote/http_client.py": "safeload.open('https://localhost:1/model.safetensors')",
+    "remote/http.py": "safeload.open('https://localhost:1/model.safetensors')",
     "trust": "safeload.open('plain.safetensors', verify=True)",
 }
 GONE[" ".join(name for name in GONE if "/" not in name)] = "safeload.open('.')"

@@ -78,15 +78,45 @@ class Box(NamedTuple):
 
 
 class BoxedTensor:
-    """A tensor and its boxes, checked; with ``gaps``, elements in none of them are zeros."""
+    """A tensor of boxes that cover it, but for ``zeros``, without overlap; replicas and empty boxes are dropped."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], gaps: bool) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, zeros: bool = False
+    ) -> None:
+        error = partial(error_about, path=path, tensor=name)
+        if len(shape) > MAX_RANK:
+            raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
+        if not array_fits(shape, itemsize):
+            raise error(LimitError, f": shape {list(shape)} needs more bytes than any memory has")
+        distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
+        for box in boxes:
+            offsets, sizes = box.offsets, box.sizes
+            edges = zip(offsets, sizes, shape, strict=False)
+            outside = any(offset < 0 or count < 0 or offset + count > n for offset, count, n in edges)
+            if outside or not len(offsets) == len(sizes) == len(shape):
+                raise error(
+                    FormatError, f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}"
+                )
+            if 0 not in sizes:
+                distinct.setdefault((offsets, sizes), box)
+        if len(distinct) > 1:
+            begins, lengths = (np.array(column, np.int64) for column in zip(*distinct, strict=True))
+            text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
+            clash = _overlapping(begins, begins + lengths, partial(error, LimitError, text))
+            if clash is not None:
+                (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
+                text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
+                raise error(FormatError, text)
+        size, total = prod(shape), sum(prod(sizes) for _, sizes in distinct)
+        if total != size and not zeros:
+            text = f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks"
+            raise error(FormatError, f"{text}; is a file missing?")
         self.name = name
-        self.gaps = gaps
+        self.gaps = total != size  # elements in no box, which are zeros
         self.shape = (*shape, itemsize)
         self.nbytes = prod(self.shape)
         self.begin = 0  # in the assembled file
-        self.boxes = sorted(boxes, key=lambda box: box.offsets)
+        self.boxes = sorted(distinct.values(), key=lambda box: box.offsets)
         self._begins = [box.offsets[0] if box.offsets else 0 for box in self.boxes]
         self._longest = max((box.sizes[0] if box.sizes else 1 for box in self.boxes), default=1)
 
@@ -118,39 +148,6 @@ class BoxedTensor:
         begins, ends = (edges[first:last] for edges in self._edges)
         overlap = ((begins < np.array(high, np.int64)) & (ends > np.array(low, np.int64))).all(axis=1)
         return [self.boxes[first + k] for k in np.flatnonzero(overlap).tolist()]
-
-
-def checked(
-    name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box], path: str, *, zeros: bool = False
-) -> BoxedTensor:
-    """Return a tensor of boxes that cover it, but for ``zeros``, without overlap; drop replicas and empty boxes."""
-    error = partial(error_about, path=path, tensor=name)
-    if len(shape) > MAX_RANK:
-        raise error(LimitError, f"has {len(shape)} axes, more than {MAX_RANK}")
-    if not array_fits(shape, itemsize):
-        raise error(LimitError, f": shape {list(shape)} needs more bytes than any memory has")
-    distinct: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
-    for box in boxes:
-        offsets, sizes = box.offsets, box.sizes
-        edges = zip(offsets, sizes, shape, strict=False)
-        outside = any(offset < 0 or count < 0 or offset + count > n for offset, count, n in edges)
-        if outside or not len(offsets) == len(sizes) == len(shape):
-            raise error(FormatError, f": a chunk of {list(sizes)} at {list(offsets)} is not inside shape {list(shape)}")
-        if 0 not in sizes:
-            distinct.setdefault((offsets, sizes), box)
-    if len(distinct) > 1:
-        begins, lengths = (np.array(column, np.int64) for column in zip(*distinct, strict=True))
-        text = f": more than {MAX_INTERLOCKED:,} of its chunks interlock, so no cut along an axis separates them"
-        clash = _overlapping(begins, begins + lengths, partial(error, LimitError, text))
-        if clash is not None:
-            (first, size_a), (second, size_b) = (list(distinct)[k] for k in clash)
-            text = f": chunks overlap: {list(size_a)} at {list(first)} and {list(size_b)} at {list(second)}"
-            raise error(FormatError, text)
-    size, total = prod(shape), sum(prod(sizes) for _, sizes in distinct)
-    if total != size and not zeros:
-        text = f": {size - total:,} of {size:,} elements are in none of its {len(distinct):,} chunks"
-        raise error(FormatError, f"{text}; is a file missing?")
-    return BoxedTensor(name, shape, itemsize, list(distinct.values()), gaps=total != size)
 
 
 def _overlapping(begins: Array, ends: Array, interlocked: Callable[[], LimitError]) -> tuple[int, int] | None:
@@ -395,7 +392,7 @@ def boxed_file(
     """
     path = path or file.path
     boxed = [
-        checked(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, zeros=zeros)
+        BoxedTensor(name, (prod(shape),) if flat else shape, itemsize_of(row), boxes, path, zeros=zeros)
         for name, (row, shape, boxes, flat, _, zeros) in tensors.items()
     ]
     store = AssembledStore(path, boxed, stores, file.identity)
@@ -439,11 +436,17 @@ class DataFolder(ExitStack):
         return self.files.shown(self.join(name))
 
     def open(self, name: str) -> ByteStore:
-        """Open a file, which the caller closes or adds to `stores`."""
+        """Open a file, which the caller closes."""
         try:
             return self.files.open(self.join(name))
         except FileNotFoundError as error:
             raise missing_file(error.filename, f"No such file or directory: {error.filename}; {self.needed}") from None
+
+    def store(self, name: str) -> ByteStore:
+        """Open a file once, and keep it open."""
+        if name not in self.stores:
+            self.stores[name] = self.open(name)
+        return self.stores[name]
 
     def error(self, kind: type[_Error], text: str, tensor: str | None = None) -> _Error:
         """Return an error about the checkpoint, or about a tensor of it."""

@@ -37,7 +37,7 @@ Chunks in data files, each found on first use:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
@@ -91,7 +91,7 @@ def _read_metadata(data: DataFiles, request: OpenRequest) -> Content:
     tensors = {
         full: description.tensors[full] for full in names if full in description.tensors and full not in left_out
     }
-    data.open_all(sorted({chunk.file for tensor in tensors.values() for _, chunk in tensor.chunks}))
+    data.files.each(data.store, sorted({chunk.file for tensor in tensors.values() for _, chunk in tensor.chunks}))
     needed: dict[str, tuple[int, int]] = {}
     listings = {names[full]: _boxed(tensor, data, needed) for full, tensor in tensors.items()}
     for holder, (nbytes, ratio) in needed.items():
@@ -172,7 +172,7 @@ def _read_sharded(data: DataFiles) -> dict[str, BoxedListing]:
     if len(written) < count:
         number = next(number for number in range(1, count + 1) if number not in written)
         raise MissingShardError(f"no process has a file of number {number:05} of {count:05}", data.shown)
-    data.open_all(names)
+    data.files.each(data.store, names)
     tensors: dict[str, BoxedListing] = {}
     for name in names:
         path = data.path_of(name)
@@ -424,10 +424,6 @@ class DataFiles(DataFolder):
     def __init__(self, file: WeightFile) -> None:
         super().__init__(file, "the checkpoint's metadata lists it: was it copied?")
         self._parts: dict[tuple[str, int], Table] = {}
-
-    def open_all(self, names: Sequence[str]) -> None:
-        """Open files, and keep them open."""
-        self.stores.update(zip(names, self.files.each(self.open, names), strict=True))
 
     def table_at(self, name: str, offset: int) -> Table:
         """Return the table of the safetensors file that begins at an offset and reaches to the end of a file."""

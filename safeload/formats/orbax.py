@@ -59,7 +59,6 @@ from ..core.registry import Candidate, Content, OpenRequest
 from ..core.runtime import paused
 from ..core.table import Unknown
 from ..core.text import error_about, is_bare, listed, show
-from ..core.weight_file import WeightFile
 from ..errors import FormatError, LimitError, UnsupportedError
 from ..remote.remote_store import RemoteStore
 from .boxed import MAX_RANK, Box, BoxedListing, DataFolder, Region, Stored
@@ -92,31 +91,25 @@ def read(candidate: Candidate, request: OpenRequest) -> Content:
     if file.size > MAX_JSON:
         raise FormatError(f"{ORBAX_METADATA} has {file.size:,} bytes, but the limit is {MAX_JSON:,}", file.path)
     metadata = parse_json(file.read_at(0, file.size), ORBAX_METADATA, file.path)
-    with _OpenFolder(file) as folder, paused(file.size):  # each chunk becomes several objects
+    needed = "the checkpoint needs it: was it copied as a whole?"
+    with _OpenFolder(file, needed) as folder, paused(file.size):  # each chunk becomes several objects
         return _read(folder, metadata, request.root)
 
 
 class _OpenFolder(DataFolder):
     """The folder of a checkpoint, and its open data files."""
 
-    def __init__(self, file: WeightFile) -> None:
-        super().__init__(file, "the checkpoint needs it: was it copied as a whole?")
-        self.opened: dict[str, StoredBytes] = {}
-
-    def stored(self, name: str) -> StoredBytes:
-        """Open a file, and keep it open."""
-        if name not in self.opened:
-            store = self.stores[name] = self.open(name)
-            self.opened[name] = StoredBytes(store, 0, store.size, self.path_of(name))
-            if isinstance(store, RemoteStore):
-                store.settle()
-        return self.opened[name]
+    def open(self, name: str) -> ByteStore:
+        store = super().open(name)
+        if isinstance(store, RemoteStore):
+            store.settle()
+        return store
 
     def content(self, key: str, value: Value) -> bytes:
         """Return a value as a whole: the metadata of an array, or a small chunk."""
         if not value.file:
             return value.inline
-        store, _, _, path = self.stored(value.file)
+        store, path = self.store(value.file), self.path_of(value.file)
         if value.length > MAX_ARRAY_METADATA:
             raise FormatError(f"the value of {show(key)} has {value.length:,} bytes", path)
         content = read_at(store, value.offset, value.length)
@@ -143,7 +136,7 @@ def _read(folder: _OpenFolder, metadata: Mapping[str, Any], root: str | None) ->
     finder = ChunkFinder(folder, values, zeros=not metadata.get(_COMPLETE))
     places = {name: finder.find(array) for name, array in readable.items()}
     needed = {value.file for chunks in places.values() for _, value in chunks if value.file}
-    folder.files.each(folder.stored, sorted(needed - folder.opened.keys()))
+    folder.files.each(folder.store, sorted(needed - folder.stores.keys()))
     listings: dict[str, BoxedListing] = {}
     for name, array in described.items():
         if isinstance(array, ZarrArray):
@@ -234,7 +227,7 @@ def _rest(
 def _uses_ocdbt(folder: _OpenFolder) -> bool:
     """Return True if there is a database, which metadata without ``use_ocdbt`` does not say."""
     try:
-        folder.stored(MANIFEST)
+        folder.store(MANIFEST)
     except FileNotFoundError:
         return False
     return True
@@ -264,12 +257,12 @@ def _database(folder: _OpenFolder, notes: list[str]) -> Mapping[str, Value]:
 
 def _values(folder: _OpenFolder, part: str) -> dict[str, Value]:
     """Return the values of the database in the folder ``part``: a path that ends with a slash, or an empty path."""
-    store, _, length, path = folder.stored(part + MANIFEST)
-    if length > MAX_MANIFEST:
-        raise error_about(LimitError, f"the manifest has {length:,} bytes, more than {MAX_MANIFEST:,}", path=path)
+    store, path = folder.store(part + MANIFEST), folder.path_of(part + MANIFEST)
+    if store.size > MAX_MANIFEST:
+        raise error_about(LimitError, f"the manifest has {store.size:,} bytes, more than {MAX_MANIFEST:,}", path=path)
     values = read_tree(
-        read_at(store, 0, length), path,
-        lambda name, offset, length: read_at(folder.stored(part + name).store, offset, length),
+        read_at(store, 0, store.size), path,
+        lambda name, offset, length: read_at(folder.store(part + name), offset, length),
         lambda name: folder.path_of(part + name),
     )  # fmt: skip
     if not part:
@@ -337,7 +330,7 @@ def _described(
         raise folder.error(LimitError, f"the metadata of its arrays has {total:,} bytes, but the limit is {MAX_JSON:,}")
     small = (value for value in map(values.__getitem__, keys) if value.file and value.length <= MAX_ARRAY_METADATA)
     for data_file, inside in grouped(small, lambda value: value.file).items():  # fetched in a few requests
-        if isinstance(store := folder.stored(data_file).store, RemoteStore):
+        if isinstance(store := folder.store(data_file), RemoteStore):
             store.prefetch([(value.offset, value.offset + value.length) for value in inside])
     return [
         parsed(name, key, parse_json(folder.content(key, values[key]), base, f"{folder.shown}/{key}"))
@@ -605,6 +598,7 @@ class ChunkFinder:
     def __init__(self, folder: _OpenFolder, values: Mapping[str, Value], *, zeros: bool) -> None:
         self._folder = folder
         self._values = values  # by key
+        self._path_of = cache(folder.path_of)
         self._zeros = zeros  # True if chunks that are not stored are zeros
         self._frames = KeptFrames()
         self._in_shards = 0
@@ -682,10 +676,9 @@ class ChunkFinder:
     def check_claims(self) -> None:
         """Refuse chunks that share bytes, and zeros that stand for far more than the files hold."""
         for file, used in self._used.items():
-            data = self._folder.opened[file]
-            if used > data.length:
-                text = f"its chunks have {used:,} bytes, but it has {data.length:,}: chunks overlap in the file"
-                raise FormatError(text, data.path)
+            if used > (size := self._folder.stores[file].size):
+                text = f"its chunks have {used:,} bytes, but it has {size:,}: chunks overlap in the file"
+                raise FormatError(text, self._path_of(file))
         if self._claimed > MAX_FILLED + MAX_RATIO * self._provided:
             text = f"chunks that are not stored stand for {self._claimed:,} bytes, but all others have only "
             raise self._folder.error(LimitError, f"{text}{self._provided:,} bytes")
@@ -693,13 +686,13 @@ class ChunkFinder:
     def _stored(self, value: Value) -> StoredBytes:
         if not value.file:
             return StoredBytes(Unpacked(value.inline), 0, value.length, self._folder.shown)
-        data = self._folder.opened[value.file]
-        length = data.length if value.length == WHOLE_FILE else value.length
-        if (end := value.offset + length) > data.length:
-            text = f"a chunk at [{value.offset:,}, {end:,}) lies outside the file, which has {data.length:,} bytes"
-            raise FormatError(f"{text}; is it cut off?", data.path, min(value.offset, data.length))
+        store, path = self._folder.stores[value.file], self._path_of(value.file)
+        length = store.size if value.length == WHOLE_FILE else value.length
+        if (end := value.offset + length) > store.size:
+            text = f"a chunk at [{value.offset:,}, {end:,}) lies outside the file, which has {store.size:,} bytes"
+            raise FormatError(f"{text}; is it cut off?", path, min(value.offset, store.size))
         self._used[value.file] = self._used.get(value.file, 0) + length
-        return data._replace(begin=value.offset, length=length)
+        return StoredBytes(store, value.offset, length, path)
 
     def _claim(self, array: ZarrArray, stored: StoredBytes, nbytes: int) -> None:
         """Check that stored bytes can hold elements."""

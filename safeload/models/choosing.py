@@ -83,7 +83,7 @@ def choose_for_mlx(config: Mapping[str, Any]) -> tuple[Choice | None, Mapping[st
 
 def _by_format(format: str | None, names: Collection[str]) -> Iterator[tuple[FamilyFile, bool]]:
     for family in with_schema().values():
-        if format in family.formats:
+        if format in family.own.get("formats", ()):
             required = [entry.name for entry in family.schema.entries if not entry.optional]
             if 2 * sum(name in names for name in required) >= len(required):
                 yield family, True
@@ -102,7 +102,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterator[tuple[FamilyFile, bool]]:
         yield from ((family, not listed) for family in known if model_type in family.model_types)
     elif not listed:  # the config of an inner model, such as a vision encoder, has a width
         inner = any(isinstance(value, Mapping) and any(key in value for key in _WIDTHS) for value in config.values())
-        yield from ((family, not inner) for family in known if family.keys and config.keys() >= {*family.keys})
+        by_keys = ((family, family.own.get("keys")) for family in known)
+        yield from ((family, not inner) for family, keys in by_keys if keys and config.keys() >= {*keys})
     if any(isinstance(inner, Mapping) and "model_type" in inner for inner in config.values()):
         return  # a model of models, see `choose_part`
     stems = {_stem(text) for text in listed if not str(text).endswith(_WITH_INNER)} - {None}
@@ -115,13 +116,20 @@ def _stem(name: Any) -> str | None:
 
 
 def choose_part(config: Mapping[str, Any] | None, format: str | None, names: Collection[str]) -> Choice | None:
-    """Choose the schema of a model, with an additional prefix of its names, or of the language model inside it."""
+    """Choose the schema of a model, with an additional prefix of its names, or of the language model inside it.
+
+    All names may have a prefix ("module.model.layers.0...", "language_model.model.layers.0..."). The config of a
+    language model inside is nested in the model's.
+    """
     choice = choose(config, format, names)
-    return choose_inner(config, names) if choice is None else choose_prefix(choice, config, names) or choice
-
-
-def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
-    """Choose the schema of the language model inside a model by its nested config."""
+    if choice is not None:
+        prefix = _inner_prefix(choice.schema, names)
+        if config is None or prefix is None or prefix in choice.schema.prefixes:
+            return choice
+        placed = _with_prefix(choice.schema, prefix)
+        if _PLACED_OF * sum(placed.find(name) is not None for name in names) < len(names):
+            return choice
+        return Choice(placed, choice.complete, Inner(config, "config.json", prefix, True))
     for key, inner in islice(_inner_configs(config or {}, _NESTED), _CONFIGS):
         if (choice := choose(inner, None, names)) is not None:
             one_each = {pattern_of(name): name for name in names}.values()
@@ -129,34 +137,18 @@ def choose_inner(config: Mapping[str, Any] | None, names: Collection[str]) -> Ch
             stored = {name: place for name, place in known.places.items() if isinstance(place, str)}
             prefixes = (_inner_prefix(choice.schema, each) for each in (names, stored))
             if schemas := [_with_prefix(choice.schema, prefix) for prefix in prefixes if prefix is not None]:
-                prefix = schemas[0].prefixes[0]
-                return Choice(_with_stored(schemas[0], schemas[-1], stored), False, Inner(inner, key, prefix))
+                schema, in_memory = schemas[0], schemas[-1]
+                # The stored names of tensors that transformers renames by rules of the whole model.
+                matches = (
+                    (place, in_memory.find(name)) for name, place in stored.items() if schema.find(place) is None
+                )
+                also = {
+                    match.entry.name: pattern_of(place)
+                    for place, match in matches
+                    if match is not None and match.numbers == (*map(int, NUMBER.findall(place)),)
+                }
+                return Choice(schema.with_also(also), False, Inner(inner, key, schema.prefixes[0]))
     return None
-
-
-def _with_stored(schema: Schema, in_memory: Schema, stored: Mapping[str, str]) -> Schema:
-    """Return a schema with the stored names of tensors that transformers renames by rules of the whole model."""
-    matches = ((place, in_memory.find(name)) for name, place in stored.items() if schema.find(place) is None)
-    also = {
-        match.entry.name: pattern_of(place)
-        for place, match in matches
-        if match is not None and match.numbers == (*map(int, NUMBER.findall(place)),)
-    }
-    return schema.with_also(also)
-
-
-def choose_prefix(choice: Choice, config: Mapping[str, Any] | None, names: Collection[str]) -> Choice | None:
-    """Find an additional prefix of all names: "module.model.layers.0...", "language_model.model.layers.0...".
-
-    None if the names have no prefix, or too few of them match the schema.
-    """
-    schema, prefix = choice.schema, _inner_prefix(choice.schema, names)
-    if config is None or prefix is None or prefix in schema.prefixes:
-        return None
-    placed = _with_prefix(schema, prefix)
-    if _PLACED_OF * sum(placed.find(name) is not None for name in names) < len(names):
-        return None
-    return Choice(placed, choice.complete, Inner(config, "config.json", prefix, True))
 
 
 def _inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,106 +1,7 @@
 """The families of models that safeload knows, a JSON file each in ``families``, read when first needed.
 
-A file is named after its family, and says of it what is needed to check, convert and quantize its models::
-
-    {"about": "Tiny", "like": "llama", "architectures": ["TinyForCausalLM"], "model_types": ["tiny"],
-     "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...},
-     "engines": true, "mlx": {}, "gguf": {"architecture": "tiny", "keys": {...}, "tensors": {...}}}
-
-- ``like``: a family to inherit from. An object is merged with the inherited object, another value replaces it, and null
-  removes it; ``without`` is a list of inherited tensors and ``keys`` to leave out, names or shell patterns. `_OWN`
-  fields, fields of `_OWN_FORM`, and an absent ``gguf`` or ``mlx`` are not inherited.
-- ``architectures``, ``model_types``: classes and types in a ``config.json``; the first of each stands for the family.
-- ``tensors`` and the fields of `safeload.models.schema`: published names and shapes.
-- ``omitted``: values of transformers' config class for keys that a config lacks, numbers or expressions over the
-  config; an expression counts for null too. llama.cpp's converter writes such values too.
-- ``engines``: true if engines have all matrices as linear modules under the names of the files; else absent.
-- ``parallel``: how ranks divide the tensors, by patterns of published names: ["rows", ["num_attention_heads"]] for rows
-  in whole heads, ["columns", 1] for columns, ["rows", 2] for two matrices in one; each is divided by itself, and all
-  other tensors are replicated. Or the name of the family with this plan. See ``base_model_tp_plan`` of transformers.
-- ``mlx``: how mlx-lm 0.32 has the family, in both directions, see below; without ``gguf``, empty: as transformers does.
-- ``gguf``: how llama.cpp has the family, in both directions, see below.
-
-- ``mmproj``: how llama.cpp has the vision tower, in a file of its own, see below.
-
-A file without ``architectures`` is a variant: another ``gguf`` of the family that it is like, for the configs ``when``.
-
-The fields of ``gguf``:
-
-- ``classes``: more classes that llama.cpp's converter takes for this family, such as those with a vision tower. The
-  ``model_type`` of the inner language model chooses the family: one of this architecture, or else any.
-  ``text_type``: that of the language model, if it has another class of its own. ``text_family``: the family with a
-  head that computes texts alike, if transformers has no class with a head for the language model alone.
-- ``renames``: beginnings of published names, each with the one that stands in ``from`` instead and an expression that
-  is added to the layer number, or is the layer number. ``left_out``: patterns of published names without a tensor in
-  llama.cpp, with the reason. ``kept_layers``: expression of the number of layers in llama.cpp; later layers, such as
-  layers for multi-token prediction, are left out.
-- ``counted``: numbers in expressions over the config: the highest layer number plus 1 in the published names
-  that begin so.
-- ``architecture``: in metadata. ``chosen_by``: an expression over the sizes of a file of the architecture, which is of
-  the family if it is not 0. ``when``, in a variant: an expression over the config, not 0 for the models of the variant.
-- ``keys``: metadata keys without the architecture, each with the fields of `GgufKey`. Below ``rope.`` its ``config``
-  and ``value`` find the parameters of rotations, wherever a config has them.
-- ``per_layer``: keys that a config can have by layer, in the object ``per_layer_config``; others there are refused.
-- ``required``: keys without which llama.cpp refuses a file, beyond ``context_length``, `SIZES` and those that end with
-  ``_epsilon``. Tensors are not checked without them.
-- ``tensors``: in files of llama.cpp, by name, as the tensors of `safeload.models.schema` are written. In shapes, keys
-  have underscores instead of dots: ``llama.attention.head_count`` is ``attention_head_count``. If ``defaults`` have
-  such a name with ``_list`` at its end, the key can be an array for each layer, which has that name. ``layers`` and
-  ``more_layers``: expressions over these sizes; ``block_count`` and none by default. ``from``: the published tensor, or
-  an object of published tensors with their layouts, the fields of `GgufLayout`. ``defaults``: of sizes.
-  ``rows`` and ``columns`` of a layout are pieces: the places from ``begin`` to ``end`` as an array of axes ``split``
-  ("-1" is what is left), of which ``take``, [axis, begin, end], keeps a part, with its axes in another ``order``.
-  Then follow the division into ``items``, the transposition, the factors, ``function``, addition and ``shape``. With
-  ``flat`` all axes after the first are one before. ``number``: expression of the layer number in llama.cpp.
-- ``nested``: values that the config of a language model inside another config can lack, because older versions of
-  transformers left out what equals the class's defaults there.
-- ``assumes``: values of config keys that llama.cpp computes with; null for an absent key. ``restores``: those of them
-  that a config made from a file names. ``activations``: the ``values`` of the ``config`` keys that it has.
-- ``needs``: what must be true of a config, each the text of a refusal with an expression that is 0 if it is not, or in
-  a layer. In the text, ``{key}`` is a value of the config, and ``{architecture}`` that of llama.cpp.
-- ``computed``: keys of a config made from a file, each an expression over the sizes of the file, of which
-  ``tensors.attn_v.weight`` is the number of layers with this tensor; or an object with this ``value``, which numbers an
-  item of ``values``; with ``each_layer``, it is a list with an item for each of so many layers.
-- ``query_scale_by_width``: layers of the model that it scales by the width of a head.
-- ``rope``, ``windows``: the fields of `GgufRope` and `GgufWindows`. ``tied``: true if llama.cpp has no head of its own.
-  ``shown_by``: values of a config made from a file, by key: a tensor or a pattern, the value without it and with it.
-- ``add_space_prefix``: false if no text begins with a space. ``end_of_turn``: a token.
-  ``end_of_turn_listed``: true if it is the first of several ends in ``generation_config.json``. ``end_of_text``: a
-  token, or the config key of its id, in place of the tokenizer's. ``tokens``: ids of special
-  tokens, by llama.cpp's word, whatever the tokenizer says. ``special_tokens``: tokens by type ("bos", "eot", ...), for
-  types that the tokenizer does not name. ``tokenizer``: "gemma4" or "bert" for its kind.
-  ``suppress_tokens``: true to write the key that ``generation_config.json`` has.
-- ``pooling``: true if files say how embeddings of a text are made, as ``modules.json`` does.
-- ``complete``: true if tensors without which llama.cpp computes something else must be in a model whose config
-  implies such tensors.
-
-The fields of ``mmproj`` have the meaning they have in ``gguf``. The config is that of the tower, with three more keys:
-the configs of the ``whole`` model, of its ``text`` part, and of its image ``processor``. More fields:
-
-- ``like``: a family to inherit the tower from. ``classes``: the classes of models with the tower. ``omitted``: as
-  above. ``counts``: as in `safeload.models.schema`, of another tower's layers.
-- ``keys``: metadata keys without "clip.", in the order of the converter. ``blocks``: the key of the number of layers.
-- ``towers``: beginnings of the published names that belong to the file; an unknown tensor below one of these is
-  refused.
-- ``token_ids``: tokens whose ids expressions can use, by name; 0 without the token.
-- ``dtypes``: by pattern of llama.cpp's names, the dtype of tensors that never get the requested dtype: "F32", "F16", or
-  "F16 or F32", which is F16 only in a file of F16.
-
-The fields of ``mlx``:
-
-- ``types``: each ``model_type`` of a whole model, with what stands before all names; by default the family's types.
-- ``tensors``: with other names or values than in transformers, as in ``gguf``. A published tensor with a ``when``
-  that is 0 is left out. ``renames``: beginnings of the names of the others. ``left_out``, ``kept_layers`` and ``tied``:
-  as in ``gguf``.
-- ``unquantized``: patterns of matrices that are no linear modules or embeddings, with the reason. ``eight_bits``:
-  patterns of modules with 8 bits. ``uncast``: patterns of tensors that keep their dtype.
-- ``newer_keys``: the key of transformers 5 for a key. ``older_values``: by key, the names in a list for the names of
-  transformers 5. ``needed_keys``: keys that mlx-lm has no default for, and a config can lack: the default of the
-  family, or the first that ``gguf`` ``assumes``, or null. ``knows_rope_parameters``: true if mlx-lm reads the rotations
-  of transformers 5. ``in_every_layer``: a part of the names of tensors without which no layer can be.
-
-Sources: mlx-lm ``models/*.py``: ``sanitize``, ``quant_predicate`` and ``cast_predicate``; llama.cpp, conversion/,
-src/llama-model.cpp, src/llama-vocab.cpp and src/models/.
+``FAMILIES.md`` describes their fields: of a family, and of its forms in llama.cpp, mlx-lm and as a vision tower,
+``gguf``, ``mlx`` and ``mmproj``.
 """
 
 from __future__ import annotations
@@ -614,11 +515,6 @@ class MlxForm(GgufForm):
             entries.append(SchemaEntry(place, shape, entry.role, entry.optional, when, tied, entry.tied_when))
         return replace(self.published, entries=tuple(entries), prefixes=("",), more_layers=None, architectures=())
 
-    @property
-    def changes(self) -> bool:
-        """True if names or values differ from transformers."""
-        return any(name not in sources or sources[name] != GgufLayout() for name, sources in self.layouts.items())
-
     def role(self, name: str) -> str | None:
         """Return the role of a tensor of mlx-lm, without what stands before all names."""
         sources = self.layouts.get(without_numbers(name)[0])
@@ -630,33 +526,25 @@ class FamilyFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        own = read_data(__name__, f"families/{name}.json")
-        gguf = own.get("gguf", {})
-        self.about: str = own["about"]
-        self.architectures: tuple[str, ...] = own.get("architectures", ())
-        self.model_types: tuple[str, ...] = own.get("model_types", ())
-        self.formats: tuple[str, ...] = own.get("formats", ())
-        self.keys: tuple[str, ...] = own.get("keys", ())
+        self.own: _Content = read_data(__name__, f"families/{name}.json")
+        self.about: str = self.own["about"]
+        self.architectures: tuple[str, ...] = self.own.get("architectures", ())
+        self.model_types: tuple[str, ...] = self.own.get("model_types", ())
         # A variant has classes, types and schema of the family that it is like.
-        self.variant_of: str | None = own["like"] if "when" in gguf else None
-        self.has_schema = own.get("tensors", "like" in own or None) is not None and self.variant_of is None
-        self._parallel: Any = own.get("parallel")
-        self.in_engines: bool = own.get("engines", False)
-        self.in_mlx = "mlx" in own
+        self.variant_of: str | None = self.own["like"] if "when" in self.of("gguf") else None
+        self.has_schema = self.own.get("tensors", "like" in self.own or None) is not None and self.variant_of is None
         # Types of whole models, which can have another one inside.
-        self.mlx_types: tuple[str, ...] = tuple(own.get("mlx", {}).get("types", self.model_types))
-        self.in_gguf, self.in_mmproj = "gguf" in own, "mmproj" in own
-        self.mmproj_classes: tuple[str, ...] = own.get("mmproj", {}).get("classes", ())
-        self.gguf_classes: tuple[str, ...] = gguf.get("classes", ())
-        # Of language models, inside another model too.
-        self.gguf_types = {*self.model_types, gguf.get("text_type")} - {None}
-        # Otherwise llama.cpp runs it as the family that it is like.
-        self.names_architecture = "architecture" in gguf and gguf.get("chosen_by") is None
+        self.mlx_types: tuple[str, ...] = tuple(self.of("mlx").get("types", self.model_types))
+
+    def of(self, form: str) -> _Content:
+        """Return the fields of a form in the file itself."""
+        fields: _Content = self.own.get(form, {})
+        return fields
 
     @property
     def parallel(self) -> Mapping[str, tuple[str, Any]] | None:
         """How ranks divide the tensors: "rows" or "columns", and the parts, by pattern of their names."""
-        plan = self._parallel
+        plan = self.own.get("parallel")
         return family_files()[plan].parallel if isinstance(plan, str) else plan
 
     @cached_property
@@ -686,7 +574,7 @@ class FamilyFile:
     @cached_property
     def mmproj(self) -> MmprojForm:
         """The vision tower in llama.cpp, if it has the family's."""
-        return MmprojForm(_merged(self.name), self.mmproj_classes[0], self.model_types)
+        return MmprojForm(_merged(self.name), self.of("mmproj")["classes"][0], self.model_types)
 
 
 @cache
@@ -698,7 +586,7 @@ def family_files() -> dict[str, FamilyFile]:
 @cache
 def _merged(name: str) -> _Content:
     """Return the content of a family's file, merged with the family that it is like."""
-    own: _Content = read_data(__name__, f"families/{name}.json")
+    own = family_files()[name].own
     inherited = _merged(own["like"]) if "like" in own else {}
     tower = own.get("mmproj", {}).get("like")
     if tower is not None:
@@ -721,6 +609,11 @@ def _over(base: _Content, own: _Content) -> dict[str, Any]:
             value = _over(inherited if isinstance(inherited, Mapping) else {}, value)
         result[key] = value
     return {key: value for key, value in result.items() if value is not None}
+
+
+def _having(*forms: str) -> list[FamilyFile]:
+    """Return the families with these forms in their files."""
+    return [family for family in family_files().values() if family.own.keys() >= {*forms}]
 
 
 # ---- schemas ----
@@ -760,29 +653,30 @@ def load(name: Any) -> Schema:
 
 def engine_model_types() -> list[str]:
     """Return the ``model_type`` of the models that all engines support."""
-    return [name for family in family_files().values() if family.in_engines for name in family.model_types]
+    return [name for family in _having("engines") for name in family.model_types]
 
 
 def mlx_form(config: Mapping[str, Any] | None) -> MlxForm | None:
     """Return how mlx-lm has a model, or None if nothing is known of its tensors there."""
     config = config or {}
     whole, inner = config.get("model_type"), language_of(config).get("model_type")
-    families = [each for each in family_files().values() if whole in each.mlx_types and each.in_mlx and each.in_gguf]
+    families = [each for each in _having("mlx", "gguf") if whole in each.mlx_types]
     families.sort(key=lambda family: inner not in family.model_types)
     return families[0].mlx if families else None
 
 
 def mlx_model_types() -> set[str]:
     """Return the types of the models that can be written for mlx-lm."""
-    return {name for family in family_files().values() if family.in_mlx and family.in_gguf for name in family.mlx_types}
+    return {name for family in _having("mlx", "gguf") for name in family.mlx_types}
 
 
 def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
     """Return True if mlx-lm may store other values, axes or names for a model than transformers."""
     form, model_type = mlx_form(config), (config or {}).get("model_type")
     if form is not None:
-        return form.changes or form.types[str(model_type)] != ""
-    known = (family.model_types for family in family_files().values() if family.in_mlx and not family.in_gguf)
+        kept = all(sources.get(name) == GgufLayout() for name, sources in form.layouts.items())
+        return not kept or form.types[str(model_type)] != ""
+    known = (family.model_types for family in _having("mlx") if "gguf" not in family.own)
     return isinstance(model_type, str) and not any(model_type in names for names in known)
 
 
@@ -792,17 +686,13 @@ def changed_by_mlx(config: Mapping[str, Any] | None) -> bool:
 @cache
 def gguf_forms() -> dict[str, GgufForm]:
     """Return the families that llama.cpp has, by the class that stands for each."""
-    return {
-        family.architectures[0]: family.gguf
-        for family in family_files().values()
-        if family.in_gguf and not family.variant_of
-    }
+    return {family.architectures[0]: family.gguf for family in _having("gguf") if not family.variant_of}
 
 
 @cache
 def _families_by_class() -> dict[str, FamilyFile]:
-    families = [family for family in family_files().values() if family.in_gguf and family.variant_of is None]
-    more = {name: family for family in families for name in family.gguf_classes}
+    families = [family for family in _having("gguf") if family.variant_of is None]
+    more = {name: family for family in families for name in family.of("gguf").get("classes", ())}
     return {**more, **{family.architectures[0]: family for family in families}}
 
 
@@ -827,7 +717,11 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
     known, inner = _families_by_class(), language_of(config)
     named = [text[:100] for each in (inner, config) for text in map(str, listed_in(each)[:1])]
     model_type = inner.get("model_type") if isinstance(inner.get("model_type"), str) else None
-    of_type = [family for family in dict.fromkeys(known.values()) if model_type in family.gguf_types]
+    of_type = [
+        family
+        for family in dict.fromkeys(known.values() if model_type is not None else ())
+        if model_type in (*family.model_types, family.of("gguf").get("text_type"))
+    ]
     for name in named:
         if name in known:
             own = known[name]
@@ -846,7 +740,9 @@ def gguf_form(config: Mapping[str, Any] | None) -> tuple[str | None, GgufForm | 
 @cache
 def gguf_architectures() -> dict[str, GgufForm]:
     """Return the family after which each architecture of llama.cpp is named, not those that it runs alike."""
-    named = [family for family in family_files().values() if family.names_architecture]
+    # With `chosen_by`, llama.cpp runs a family as the family it is like.
+    forms = ((family, family.of("gguf")) for family in _having("gguf"))
+    named = [family for family, own in forms if "architecture" in own and own.get("chosen_by") is None]
     named.sort(key=lambda family: not family.variant_of)  # a family goes before the variant of another
     return {family.gguf.architecture: family.gguf for family in named}
 
@@ -854,15 +750,14 @@ def gguf_architectures() -> dict[str, GgufForm]:
 def mmproj_form(config: Mapping[str, Any] | None) -> MmprojForm | None:
     """Return the vision tower of the class that a config names, or None if llama.cpp has none."""
     named = listed_in(config)[:1]
-    families = (each for each in family_files().values() if each.in_mmproj)
-    return next((family.mmproj for family in families if set(named) & {*family.mmproj_classes}), None)
+    families = (each for each in _having("mmproj") if set(named) & {*each.of("mmproj").get("classes", ())})
+    return next((family.mmproj for family in families), None)
 
 
 @cache
 def _projectors() -> dict[str, MmprojForm]:
     """Return the vision towers by title."""
-    forms = [family.mmproj for family in family_files().values() if family.in_mmproj]
-    return {form.title: form for form in forms}
+    return {family.mmproj.title: family.mmproj for family in _having("mmproj")}
 
 
 def gguf_form_of(metadata: Mapping[Any, Any]) -> GgufForm | None:
@@ -930,11 +825,11 @@ def families() -> list[ModelFamily]:
             family.architectures,
             family.model_types,
             schema=family.has_schema,
-            gguf=family.gguf.architecture if family.in_gguf else "",
-            engines=family.in_engines,
-            mlx=family.in_mlx,
-            way_back=family.in_gguf,
-            mmproj=family.in_mmproj,
+            gguf=family.gguf.architecture if "gguf" in family.own else "",
+            engines="engines" in family.own,
+            mlx="mlx" in family.own,
+            way_back="gguf" in family.own,
+            mmproj="mmproj" in family.own,
         )
         for name, family in family_files().items()
         if family.variant_of is None

@@ -1,43 +1,7 @@
 """Schemas: published names of tensors, and shapes over the keys of a config.
 
-They are fields of a family's file, see `safeload.models.family`::
-
-    {"layers": "num_hidden_layers", "prefixes": ["model.", ""], "defaults": {"head_dim": "hidden_size // num_heads"},
-     "tensors": {"{prefix}layers.{}.attn.weight": {"shape": ["3 * hidden_size", "hidden_size"]}, ...}}
-
-- ``{}`` in a name is the layer number, from 0 up to ``layers``; ``{expert}`` is a number up to ``counts["expert"]``.
-  The first number of a name must be its layer number. ``{prefix}`` is the item of ``prefixes`` with the most matching
-  names.
-- A shape is a list of expressions over config keys and ``layer``, with "?" for any size; null means any shape. A size
-  with a final "?" can be any size if the config lacks a key of the expression, or if the value is negative.
-- ``defaults``: a number or an expression for each key that the config can omit or set to null.
-- ``role`` is "embedding", "norm", "bias", "head" or "buffer"; the default is a weight.
-- ``optional``: true if the tensor can be absent, or an expression. ``when``: an expression; the tensor exists if the
-  value is not 0. In both, and in defaults, ``layer`` is the layer number. The keys of a layer in the config's
-  ``per_layer_config`` take precedence.
-- ``architectures`` of a tensor: class names or shell patterns; the tensor exists only in these architectures. With
-  ``optional``, it can exist in any architecture. The first of the schema's ``architectures`` is the default.
-- ``tied``: the tensor whose weights this tensor shares if ``tied_when`` is not 0; the tensor can then be absent.
-- ``also``: alternative names.
-- ``more_layers``: the number of additional layers at the end; each of these layers can be absent as a whole.
-- ``formats``: file formats of the schema if there is no config. ``keys``: a config with all of these keys selects the
-  schema if it has neither ``architectures`` nor ``model_type``. ``config``: the file name of the config.
-
-Expressions give integers, and have:
-
-- names, integers, ``+ - * // %`` and parentheses; ``text.dim`` is the key ``dim`` in the object ``text``;
-- ``== > >= <= and or not``, with the result 1 or 0;
-- ``len(key, 2)``: the number of items of a list or an object, 2 if the key is missing;
-- ``item(key, 1)``: item 1 of a list; a single number stands for every item;
-- ``largest(key, 0)``: the largest item of a list, or a single number; 0 if the key is missing;
-- ``contains(key, 3)``: 1 if a list contains the number; ``contains(key, 'full')``: if a list or a string has the word;
-- ``starts(key, gated)``: 1 if a string starts with the word;
-- ``kind(key, 1, full)``: 1 if item 1 of a list, or character 1 of a string, is the word, which can be ``'*'`` too;
-- ``at(key, 3)``: the value in layer 3;
-- ``root(key, 256)``: the square root, rounded down; that of 256 if the key is missing;
-- ``times(key, 64)``: the product with a number that can have a fraction, rounded towards 0.
-
-The expressions are our own and well-formed (a test parses them all). The values of a config can be anything.
+They are fields of a family's file. ``FAMILIES.md`` describes them and their expressions, which are our own and
+well-formed (a test parses them all). The values of a config may be anything.
 """
 
 from __future__ import annotations
@@ -266,7 +230,7 @@ def _name(node: Any) -> str:
 
 
 class SchemaEntry(NamedTuple):
-    """A tensor of a schema, or a tensor of each layer; the module docstring describes the fields."""
+    """A tensor of a schema, or a tensor of each layer."""
 
     name: str
     shape: tuple[str, ...] | None = None
@@ -307,7 +271,7 @@ class SchemaMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of a family; the module docstring describes the fields."""
+    """The published tensors of a family, or those of another form."""
 
     name: str
     entries: tuple[SchemaEntry, ...]
@@ -321,7 +285,7 @@ class Schema:
 
     @classmethod
     def of(cls, name: str, content: Mapping[str, Any]) -> Schema:
-        """Make the schema of a family from its JSON; ``from`` is for llama.cpp, see `safeload.models.family`."""
+        """Make the schema of a family from its JSON; ``from`` is for llama.cpp."""
         fields = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
         entries = (
             SchemaEntry(key, **{k: v for k, v in entry.items() if k != "from"})

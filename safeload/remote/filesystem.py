@@ -38,8 +38,7 @@ from .foreign import (
 )
 
 if TYPE_CHECKING:
-    from .http import HttpStore
-    from .http_client import Client, RequestTarget
+    from .http import Client, HttpStore, RequestTarget
 
 # The package to install for a scheme; fsspec itself names the package for other schemes.
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
@@ -161,7 +160,7 @@ class Filesystem(ObjectStore):
     @cached_property
     def _client(self) -> Client:
         """The connections for presigned URLs."""
-        from .http_client import Client
+        from .http import Client
 
         verify = _settings(self.fs, "client_kwargs").get("verify")
         return Client({} if verify is None else {"verify": verify}, "s3")
@@ -177,8 +176,6 @@ class Filesystem(ObjectStore):
             return None  # a customer's encryption key must be sent in headers
 
         def resolve() -> RequestTarget:
-            from .http_client import target_of
-
             req = _settings(self.fs, "req_kw")
             named = {key: value for key, value in req.items() if key == "RequestPayer" and value}
             url = str(self.ask(shown, "url", place, expires=_VALID, **named))
@@ -187,7 +184,7 @@ class Filesystem(ObjectStore):
             return target_of(url, headers)
 
         try:
-            from .http import HttpStore
+            from .http import HttpStore, target_of
 
             return HttpStore(shown, resolve, self._client, window)
         except (FormatError, FileNotFoundError):

@@ -30,8 +30,19 @@ from ..core.text import debug, needed, show
 from ..errors import FormatError, RemoteError, RemotePermissionError, UnsupportedError, missing_file
 from . import url as urls
 from .foreign import TRIES, checked, cleaned, secrets_of, status_of, translated
-from .http import HttpStore, check_accepted, request, whole_body
-from .http_client import Client, Exchange, Failure, RequestTarget, checked_headers, of_status, target_of
+from .http import (
+    Client,
+    Exchange,
+    Failure,
+    HttpStore,
+    RequestTarget,
+    check_accepted,
+    checked_headers,
+    of_status,
+    request,
+    target_of,
+    whole_body,
+)
 from .hub_cache import COMMIT, CachedRepository
 from .remote_store import Backend
 

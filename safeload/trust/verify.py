@@ -1,10 +1,22 @@
-"""`verify`: compare a model with a manifest, a signature, a cache or another model, or write a manifest; `sign`."""
+"""`verify`: compare a model with a manifest, a signature, a cache or another model, or write a manifest; `sign`.
+
+A manifest has a SHA-256 for each file, which `trust.digests` reads, and for each tensor, to name the tensors that a
+download or an edit has changed. It is JSON: ``{"safeload_manifest": 1, "tensors": {name: {"dtype", "shape", "sha256",
+"restoring"}}, "files": {name: {"size", "sha256"}}}``.
+
+- ``sha256`` of a tensor covers the elements in C order, little-endian, followed by the scales of int8 or by the
+  remaining parts of a packed tensor. It does not depend on the file format.
+- ``restoring``, for int8 and packed tensors, covers the settings for decoding stored bytes: the axis of scales, block
+  sizes, conventions of zero points, and the dtype of each part. Early manifests lack it.
+"""
 
 from __future__ import annotations
 
 import filecmp
+import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
@@ -13,24 +25,33 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from ..conversion import origin
-from ..conversion.executors import Executor, check_executor
+from ..conversion.catalog import Catalog, Given
+from ..conversion.executors import Executor, check_executor, opened, pieces_of, run_pieces
 from ..conversion.sink import is_extra
+from ..core import dtypes
 from ..core.checkpoint import open as open_checkpoint
 from ..core.files import LOCAL, WINDOW, ByteStore, Files, Located, Location, blocks_of, caching
+from ..core.jobs import native_order
 from ..core.memory import Cache, check_threads, thread_count
 from ..core.opening import Verify
+from ..core.packing import Grid, Packing, Zeros
 from ..core.progress import Meter, Progress
+from ..core.quantized_tensor import QuantizedTensor
 from ..core.registry import BY_NAME, WEIGHT_SUFFIXES
 from ..core.showing import Report, Row, table
-from ..core.text import PathLike, more, native_path, os_error, plural, printable, size, warning
-from ..core.thread_group import each
+from ..core.source import file_pieces, source_pieces
+from ..core.tensors import packed_of
+from ..core.text import PathLike, debug, more, native_path, os_error, plural, printable, show, size, warning
+from ..core.thread_group import each, in_order
 from ..errors import SafeloadError, VerificationError, exported, one_line, public
 from ..quant.quantization import BESIDE, find_quantization, mapping
 from ..remote import ollama
 from ..remote.places import places_of
-from . import digests, manifest
-from .manifest import TensorCheck
+from . import digests
+from .digests import refused
 from .verified import check_size, compare_digests, walk
 
 Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
@@ -38,9 +59,29 @@ Status = Literal["ok", "changed", "missing", "not covered", "unreadable"]
 # Settings beside weights that no conversion copies.
 _SETTINGS = (*BESIDE, "adapter_config.json")
 _MODEL_PROOF = "equal to a model on this machine, which proves no more than that model does"
+# The key of settings in the entry of a tensor.
+RESTORING = "restoring"
+# Fields of `Packing` outside ``restoring``: stored under other keys, or without effect on values.
+_UNHASHED = ("family", "label", "shape", "config")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 # Rows of a table on a terminal.
 _ROWS = 100
 _HEAD = ("name", "status", "size", "why")
+
+
+@exported()
+class TensorCheck(NamedTuple):
+    """A tensor in a `VerifyReport`.
+
+    Attributes:
+        tensor: name of the tensor.
+        status: "ok", "changed", "missing" or "not covered".
+        reason: why it is not "ok".
+    """
+
+    tensor: str
+    status: Literal["ok", "changed", "missing", "not covered"]
+    reason: str
 
 
 @exported()
@@ -208,75 +249,56 @@ def verify(
         with open_checkpoint(model, storage_options=storage_options, unknown_globals="inert") as checkpoint:
             if names and not any(file.place in names for file in checkpoint.weight_files):
                 return {}
-            how: Any = {"executor": executor, "threads": threads, "progress": progress}
-            return manifest.make(checkpoint, **how)["tensors"]  # type: ignore[no-any-return]
+            return make(checkpoint, executor=executor, threads=threads, progress=progress)["tensors"]  # type: ignore[no-any-return]
 
     if write is not None and against is not None:
         raise ValueError("against= compares and write= writes a manifest: pass only one of them")
     with caching(cache):
         if write is not None:
             return _written(text, files, write, made_of, path, overwrite=overwrite, threads=threads)
-        how: Any = {"storage_options": storage_options, "threads": threads, "progress": progress}
-        return _compared(text, files, against, made_of, path, tensors=tensors, **how)
-
-
-def _compared(
-    text: str,
-    files: Files,
-    against: Verify,
-    made_of: Callable[..., Mapping[str, Any]],
-    path: Any,
-    *,
-    tensors: bool,
-    storage_options: Mapping[str, Any] | None,
-    threads: int | None,
-    progress: Progress,
-) -> VerifyReport:
-    """Compare files, and the tensors of files that changed."""
-    in_ollama = ollama.is_name(text)
-    theirs: Any = None  # the tensors to compare with
-    checks: list[FileCheck] = []
-    model = _model_at(against, storage_options)
-    record = digests.document_beside(text, origin.ORIGIN_NAME)
-    if model is not None and not tensors and os.path.isfile(record) and not _is_beside(record, model):
-        expected = digests.expected_of(text, files, record)
-        checks = _source_checks(expected, model, threads)
-    elif model is not None:
-        theirs = partial(made_of, model)
-        expected = _files_of_model(model, text, files, threads)
-    elif in_ollama and against is None:
-        expected = digests.Expected(digests.OLLAMA)
-    else:
-        expected = digests.expected_of(text, files, against or True, storage_options, tensors=True)
-        if expected.tensors is not None:
-            theirs = partial(manifest.checked, expected.tensors, expected.source)
-    if theirs is None and tensors:
-        fault = f"{expected.source} has no digests of tensors: pass a manifest or a model"
-        raise digests.refused(fault, files.shown(text))
-    if theirs is not None and (tensors or in_ollama or not expected.files):
-        compared = manifest.compare(theirs(), made_of(path), expected.source)
-        return VerifyReport(files.shown(text), expected.source, expected.proof, (), compared)
-    if in_ollama:
-        layers = sorted({layer.path for layer in ollama.find(text).layers})
-        files, places = LOCAL, {os.path.basename(layer): layer for layer in layers}
-    else:
-        # Settings and shards beside a weight file are no part of another, nor of the result of a conversion.
-        partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
-        listed = _places(text, expected, files)
-        places = {name: place for name, place in listed if not partial_list or expected.covers(place, files)}
-    own = _checks(expected, places, files, threads, progress)
-    compared = []
-    changed = {files.absolute(places[check.file]) for check in own if check.status == "changed"}
-    if changed and theirs is not None:
-        with suppress(SafeloadError, OSError):  # the file itself is reported
-            now = made_of(path, changed)
-            known = theirs() if now else {}
-            if not files.is_folder(text):  # a part of the model
-                known, now = ({name: side[name] for name in known if name in now} for side in (known, now))
-            compared = manifest.compare(known, now, expected.source)
-    missing = {(expected.files or {}).get(check.file): check.file for check in own if check.status == "missing"}
-    checks += (_renamed(check, places[check.file], missing, files) for check in own)
-    return VerifyReport(files.shown(text), expected.source, expected.proof, sorted(checks), compared)
+        model = _model_at(against, storage_options)
+        record = digests.document_beside(text, origin.ORIGIN_NAME)
+        theirs: Any = None  # returns the tensors to compare with
+        checks: list[FileCheck] = []
+        if model is not None and not tensors and os.path.isfile(record) and not _is_beside(record, model):
+            expected = digests.expected_of(text, files, record)
+            checks = _source_checks(expected, model, threads)
+        elif model is not None:
+            theirs = partial(made_of, model)
+            expected = _files_of_model(model, text, files, threads)
+        elif ollama.is_name(text) and against is None:
+            expected = digests.Expected(digests.OLLAMA)
+        else:
+            expected = digests.expected_of(text, files, against or True, storage_options, tensors=True)
+            if expected.tensors is not None:
+                theirs = partial(_checked_tensors, expected.tensors, expected.source)
+        shown = files.shown(text)
+        if theirs is None and tensors:
+            raise refused(f"{expected.source} has no digests of tensors: pass a manifest or a model", shown)
+        if theirs is not None and (tensors or ollama.is_name(text) or not expected.files):
+            compared = compare(theirs(), made_of(path), expected.source)
+            return VerifyReport(shown, expected.source, expected.proof, (), compared)
+        if ollama.is_name(text):
+            layers = sorted({layer.path for layer in ollama.find(text).layers})
+            files, places = LOCAL, {os.path.basename(layer): layer for layer in layers}
+        else:
+            # Settings and shards beside a weight file are no part of another, nor of the result of a conversion.
+            partial_list = expected.origin is not None or (expected.proof == _MODEL_PROOF and _is_alone(text, files))
+            listed = _places(text, expected, files)
+            places = {name: place for name, place in listed if not partial_list or expected.covers(place, files)}
+        own = _checks(expected, places, files, threads, progress)
+        compared = []
+        changed = {files.absolute(places[check.file]) for check in own if check.status == "changed"}
+        if changed and theirs is not None:
+            with suppress(SafeloadError, OSError):  # the file itself is reported
+                now = made_of(path, changed)
+                known = theirs() if now else {}
+                if not files.is_folder(text):  # a part of the model
+                    known, now = ({name: side[name] for name in known if name in now} for side in (known, now))
+                compared = compare(known, now, expected.source)
+        missing = {(expected.files or {}).get(check.file): check.file for check in own if check.status == "missing"}
+        checks += (_renamed(check, places[check.file], missing, files) for check in own)
+        return VerifyReport(shown, expected.source, expected.proof, sorted(checks), compared)
 
 
 def _checks(
@@ -312,7 +334,7 @@ def _source_checks(expected: digests.Expected, source: Location, threads: int | 
     """Compare a model with the source of the same files in a record of origin."""
     path = source.path
     if source.files.remote:
-        raise digests.refused("pass a source on this machine", source.shown)
+        raise refused("pass a source on this machine", source.shown)
     if not os.path.lexists(path):
         raise os_error(2, path)
     folder, name = (path, None) if os.path.isdir(path) else os.path.split(path)
@@ -325,7 +347,7 @@ def _source_checks(expected: digests.Expected, source: Location, threads: int | 
         if any(map(os.path.lexists, places)):
             root = LOCAL.absolute(folder or os.curdir)
             return _checks(digests.Expected(expected.source, root=root, files=listed), places, LOCAL, threads)
-    raise digests.refused(f"{expected.source} records no source with these files", path)
+    raise refused(f"{expected.source} records no source with these files", path)
 
 
 def _model_at(against: Any, storage_options: Mapping[str, Any] | None) -> Location | None:
@@ -526,6 +548,120 @@ def _checked(expected: digests.Expected, files: Files, meter: Meter, file: tuple
         except (OSError, SafeloadError) as error:
             return FileCheck(name, "unreadable", store.size, one_line(error))
     return FileCheck(name, "ok", store.size, "")
+
+
+# ---- the tensors of manifests ----
+
+
+def make(
+    given: Given, *, executor: Executor | None = None, threads: int | None = None, progress: Progress = None
+) -> dict[str, Any]:
+    """Make the manifest of a checkpoint; an executor reads groups of tensors elsewhere, with an identical result."""
+    with Catalog.of(given) as catalog:
+        sizes = catalog.sizes([*catalog])
+        if executor is None:
+            entries = _entries(catalog, sizes, threads, progress)
+        else:
+            pieces = pieces_of(sizes, catalog, operation="manifest")
+            entries = run_pieces(run, pieces, executor, threads=threads, progress=progress).get("tensors", {})
+        return {origin.MANIFEST_KEY: origin.MANIFEST_VERSION, "tensors": {name: entries[name] for name in sizes}}
+
+
+def run(
+    piece: Mapping[str, Any], threads: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of the tensors of a piece; see `run_piece`."""
+    with opened(piece, storage_options) as (names, (catalog,)):
+        return {"tensors": _entries(catalog, catalog.sizes(names), threads, None)}
+
+
+def _entries(
+    catalog: Catalog, sizes: Mapping[str, int], threads: int | None, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Return the entries of tensors, given their sizes in bytes."""
+    total = sum(sizes.values())
+    entry = partial(_entry, catalog, Meter(progress, total))
+    return dict(zip(sizes, in_order(entry, sizes, thread_count(total, threads)), strict=True))
+
+
+def _entry(catalog: Catalog, meter: Meter, name: str) -> dict[str, Any]:
+    digest, (_, file, index) = hashlib.sha256(), catalog.place(name)
+    packed = packed_of(file, index) if file is not None and file.table.quantized else None
+    chunks: Iterator[memoryview]
+    if packed is not None:  # its parts in the order of `QuantizedTensor.parts`
+        dtype, shape = catalog.about(name).dtype, packed.packing.shape
+        chunks = (chunk for part in packed.parts.values() for chunk in file_pieces(part.file, part.begin, part.end))
+    elif isinstance(value := catalog.source(name, threads=1), QuantizedTensor):
+        dtype, shape, (packed, _) = value.scheme, value.shape, value.restoring() or (None, None)
+        arrays = (native_order(np.ascontiguousarray(array)) for array in value.parts.values() if array.size)
+        chunks = (array.reshape(-1).view(np.uint8).data for array in arrays)
+    else:  # big-endian and strided tensors were copied
+        dtype, shape, chunks = value.row.code, value.shape, source_pieces(value)
+    for chunk in chunks:
+        digest.update(chunk)
+        meter.add(len(chunk))
+    entry = {"dtype": dtype, "shape": list(shape), "sha256": digest.hexdigest()}
+    debug("sha256 of %s: %s", name, entry["sha256"])
+    if packed is not None:  # default values are left out: a new field must not change existing digests
+        settings = {key: value for key, value in _set_fields(packed.packing).items() if key not in _UNHASHED}
+        parts = {
+            role: [dtypes.array_dtype(part.row.number).name, part.end - part.begin]
+            for role, part in packed.parts.items()
+        }
+        text = json.dumps({"packing": settings, "parts": parts}, sort_keys=True)
+        entry[RESTORING] = hashlib.sha256(text.encode()).hexdigest()
+    return entry
+
+
+def _set_fields(fields: Packing | Grid | Zeros) -> dict[str, Any]:
+    """Return the fields of a named tuple without default values, as plain values."""
+    defaults, values = fields._field_defaults, fields._asdict()
+    changed = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
+    return {key: _set_fields(value) if isinstance(value, (Grid, Zeros)) else value for key, value in changed.items()}
+
+
+def _checked_tensors(tensors: Any, path: str) -> Mapping[str, Any]:
+    """Check the tensors of a manifest."""
+    if not isinstance(tensors, Mapping):
+        raise refused(f"tensors must be an object, got {type(tensors).__name__}", path)
+    for name, entry in tensors.items():
+        good = isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+        if not good or not _is_digest(entry.get("sha256")):
+            raise refused(f"the entry of {show(name)} must have dtype, shape and sha256", path)
+        if RESTORING in entry and not _is_digest(entry[RESTORING]):
+            message = f"{RESTORING!r} of {show(name)} must be a SHA-256, got {show(entry[RESTORING])}"
+            raise refused(message, path)
+    return tensors
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any], source: str) -> list[TensorCheck]:
+    """Compare the tensors of ``source``, a manifest or model, with the tensors of now."""
+    checks: list[TensorCheck] = []
+    without_settings = 0  # early manifests lack digests of settings: a single warning reports them all
+    for name, entry in before.items():
+        current, reason = now.get(name), ""
+        if current is None:
+            checks.append(TensorCheck(name, "missing", f"{source} has it"))
+            continue
+        if (entry["dtype"], entry["shape"]) != (current["dtype"], current["shape"]):
+            described, listed = (f"{row['dtype']} {row['shape']}" for row in (current, entry))
+            reason = f"is {described}, but {listed} in {source}"
+        elif entry["sha256"] != current["sha256"]:
+            reason = f"expected sha256 {entry['sha256'][:16]}..., got {current['sha256'][:16]}..."
+        elif RESTORING in current and RESTORING not in entry:
+            without_settings += 1
+        elif entry.get(RESTORING) != current.get(RESTORING):
+            reason = "different settings decode its bytes, such as the axis of scales, block sizes or zero points"
+        checks.append(TensorCheck(name, "changed" if reason else "ok", reason))
+    checks += (TensorCheck(name, "not covered", f"{source} does not have it") for name in now if name not in before)
+    if without_settings:
+        text = "%s: an older safeload wrote it: it covers the bytes of %s, but not the settings that decode them"
+        warning(text, source, plural(without_settings, "quantized tensor"))
+    return checks
 
 
 # ---- signing ----

@@ -37,8 +37,8 @@ def rows():
         file, name = files[family.name], next(iter(family.architectures), None)
         if name is None or not (family.gguf or family.mlx or family.engines):
             continue
-        forms = {"GGUF": file.gguf} if file.in_gguf else {}
-        forms |= {"MLX": file.mlx} if file.in_mlx and file.in_gguf else {}
+        forms = {"GGUF": file.gguf} if "gguf" in file.own else {}
+        forms |= {"MLX": file.mlx} if file.own.keys() >= {"mlx", "gguf"} else {}
         found = {kind: ", ".join(changes_of(form)) for kind, form in forms.items()}
         same = len({*found.values()}) == 1
         texts = [f"{kind}: {text}" for kind, text in found.items() if text]

@@ -249,7 +249,7 @@ def small(kind, dtype=ml_dtypes.bfloat16):
     name, sizes = SMALL[kind]
     family = families.family_files()[name]
     config = dict(sizes)
-    if not family.keys:
+    if not family.own.get("keys"):
         config["model_type"] = next(iter(family.model_types), name)
     if name in _ARCHITECTURES:
         config["architectures"] = [_ARCHITECTURES[name]]

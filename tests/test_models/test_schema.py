@@ -174,7 +174,7 @@ def test_the_schema_is_found_by_the_config(kind):
         assert choosing.choose(None, "safetensors", tensors.keys()) is None
         return
     assert choosing.choose(config, "safetensors", tensors.keys()) == (found, True, None)
-    if families.family_files()[name].keys:
+    if families.family_files()[name].own.get("keys"):
         assert choosing.choose({**config, "vision_encoder": {"hidden_size": 4}}, None, ()) == (found, False, None)
         assert choosing.choose({**config, "moe": {"num_experts": 4}}, None, ()) == (found, True, None)
         assert choosing.choose({**config, "model_type": "something"}, None, ()) is None
@@ -259,15 +259,15 @@ def test_architectures_that_are_none(listed):
 def test_the_language_model_in_a_config():
     names = ["vision.embed.weight", "text.model.embed_tokens.weight", "text.model.norm.weight", "text.lm_head.weight"]
     inner = {"model_type": "qwen3", "hidden_size": 4}
-    found = choosing.choose_inner({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, names)
+    found = choosing.choose_part({"a": {"b": inner}, "vision_config": {"model_type": "x"}}, None, names)
     assert found.inner[:3] == (inner, "b", "text.model.")
     assert found.schema.role("text.model.norm.weight") == "norm"
     assert found.schema.role("text.lm_head.weight") == "head"
     assert found.schema.role("vision.embed.weight") is None
-    assert choosing.choose_inner({"a": {"b": {"c": {"d": inner}}}}, names) is None
-    assert choosing.choose_inner({"text_config": inner}, ["a"]) is None
-    assert choosing.choose_inner(None, names) is None
+    assert choosing.choose_part({"a": {"b": {"c": {"d": inner}}}}, None, names) is None
+    assert choosing.choose_part({"text_config": inner}, None, ["a"]) is None
+    assert choosing.choose_part(None, None, names) is None
     # What a hostile file may bring: many embeddings, many configs.
     many = [f"{k}.embed_tokens.weight" for k in range(100_000)]
-    assert choosing.choose_inner({"text_config": inner}, many) is not None
-    assert choosing.choose_inner({str(k): {"x": {}} for k in range(100_000)}, names) is None
+    assert choosing.choose_part({"text_config": inner}, None, many) is not None
+    assert choosing.choose_part({str(k): {"x": {}} for k in range(100_000)}, None, names) is None

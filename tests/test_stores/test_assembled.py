@@ -79,7 +79,7 @@ def assembled(tensors, kinds=("plain",)):
         for offsets, sizes in tiling(array.shape) if array.ndim else [((), ())]:
             part = array[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
             boxes.append(boxed.Box(offsets, sizes, stored(part, kinds[int(rng.integers(len(kinds)))])))
-        made.append(boxed.checked(f"t{k}", array.shape, array.itemsize, boxes, "folder"))
+        made.append(boxed.BoxedTensor(f"t{k}", array.shape, array.itemsize, boxes, "folder"))
     return boxed.AssembledStore("folder", made, [], (1,)), made
 
 
@@ -113,7 +113,7 @@ def test_a_slice_reads_only_the_boxes_and_rows_that_it_touches():
     for row, column in itertools.product(range(0, 64, 16), repeat=2):
         stores[row, column] = Bytes(array[row : row + 16, column : column + 16].tobytes())
         boxes.append(boxed.Box((row, column), (16, 16), boxed.Region(stores[row, column], 0)))
-    store = boxed.AssembledStore("folder", [boxed.checked("w", (64, 64), 4, boxes, "folder")], [], (1,))
+    store = boxed.AssembledStore("folder", [boxed.BoxedTensor("w", (64, 64), 4, boxes, "folder")], [], (1,))
     target = np.empty((16, 2, 4), np.uint8)
     store.read_box(0, (16, 40), target)
     assert {key for key, box in stores.items() if box.reads} == {(16, 32)}
@@ -125,7 +125,7 @@ def test_an_unpacked_box_is_unpacked_once_for_all_ranges_of_its_tensor():
     array = rng.integers(0, 255, (40, 50)).astype("u1")
     parts = [Unpacking(array[:, :25]), Unpacking(array[:, 25:])]
     boxes = [boxed.Box((0, 25 * k), (40, 25), part) for k, part in enumerate(parts)]
-    store = boxed.AssembledStore("folder", [boxed.checked("w", array.shape, 1, boxes, "folder")], [], (1,))
+    store = boxed.AssembledStore("folder", [boxed.BoxedTensor("w", array.shape, 1, boxes, "folder")], [], (1,))
     assert b"".join(store.read_at(begin, 50) for begin in range(0, 2000, 50)) == array.tobytes()
     assert [part.count for part in parts] == [1, 1]
 
@@ -134,7 +134,7 @@ def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
     monkeypatch.setattr(inside.boxed, "_KEPT", 100)
     arrays = [rng.integers(0, 255, 1000).astype("u1") for _ in range(5)]
     tensors = [
-        boxed.checked(f"t{k}", (1000,), 1, [boxed.Box((0,), (1000,), Unpacking(array))], "folder")
+        boxed.BoxedTensor(f"t{k}", (1000,), 1, [boxed.Box((0,), (1000,), Unpacking(array))], "folder")
         for k, array in enumerate(arrays)
     ]
     store = boxed.AssembledStore("folder", tensors, [], (1,))
@@ -146,7 +146,7 @@ def test_only_the_boxes_of_a_tensor_stay_unpacked(monkeypatch):
 def test_thirty_thousand_unpacked_boxes_take_linear_time():
     array = np.arange(30_000, dtype="<u4")
     boxes = [boxed.Box((k,), (1,), Unpacking(array[k : k + 1])) for k in range(len(array))]
-    store = boxed.AssembledStore("folder", [boxed.checked("w", array.shape, 4, boxes, "folder")], [], (1,))
+    store = boxed.AssembledStore("folder", [boxed.BoxedTensor("w", array.shape, 4, boxes, "folder")], [], (1,))
     began = time.process_time()
     assert store.read_at(0, 120_000) == array.tobytes()
     assert time.process_time() - began < 10
@@ -171,20 +171,20 @@ BAD = {
 def test_what_does_not_tile_is_refused_by_tensor(case):
     shape, boxes, message = BAD[case]
     with pytest.raises(FormatError, match=message) as caught:
-        boxed.checked("the tensor", shape, 2, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
+        boxed.BoxedTensor("the tensor", shape, 2, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
     assert (caught.value.tensor, caught.value.path) == ("the tensor", "folder")
 
 
 def test_replicas_and_empty_boxes_are_dropped():
     boxes = [((0, 0), (2, 4)), ((2, 0), (0, 4)), ((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (0, 4))]
-    assert len(boxed.checked("w", (4, 4), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 2
-    assert boxed.checked("w", (0, 4), 1, [boxed.Box((0, 0), (0, 4), NOWHERE)], "folder").boxes == []
-    assert len(boxed.checked("w", (), 1, [boxed.Box((), (), NOWHERE)] * 3, "folder").boxes) == 1
+    assert len(boxed.BoxedTensor("w", (4, 4), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 2
+    assert boxed.BoxedTensor("w", (0, 4), 1, [boxed.Box((0, 0), (0, 4), NOWHERE)], "folder").boxes == []
+    assert len(boxed.BoxedTensor("w", (), 1, [boxed.Box((), (), NOWHERE)] * 3, "folder").boxes) == 1
 
 
 def test_a_shape_beyond_any_memory_is_a_limit():
     with pytest.raises(LimitError, match="more bytes than any memory has"):
-        boxed.checked("w", (1 << 62, 4), 4, [boxed.Box((0, 0), (1 << 62, 4), NOWHERE)], "folder")
+        boxed.BoxedTensor("w", (1 << 62, 4), 4, [boxed.Box((0, 0), (1 << 62, 4), NOWHERE)], "folder")
 
 
 def pinwheel(k):
@@ -200,10 +200,10 @@ def pinwheel(k):
 
 def test_boxes_that_interlock_are_compared_one_by_one():
     boxes = [box for k in range(50) for box in pinwheel(k)]
-    assert len(boxed.checked("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 250
+    assert len(boxed.BoxedTensor("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder").boxes) == 250
     boxes[7] = ((3, 2), (3, 1))
     with pytest.raises(FormatError, match="overlap"):
-        boxed.checked("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
+        boxed.BoxedTensor("w", (150, 3), 1, [boxed.Box(*box, NOWHERE) for box in boxes], "folder")
 
 
 def test_too_many_interlocked_boxes_are_a_limit():
@@ -212,10 +212,10 @@ def test_too_many_interlocked_boxes_are_a_limit():
         side = b - a
         rings += [((a, a), (1, side)), ((a, b), (side, 1)), ((b, a + 1), (1, side)), ((a + 1, a), (side, 1))]
     with pytest.raises(LimitError, match="more than 2,048 of its chunks interlock"):
-        boxed.checked("w", (size, size), 1, [boxed.Box(*box, NOWHERE) for box in rings], "folder")
+        boxed.BoxedTensor("w", (size, size), 1, [boxed.Box(*box, NOWHERE) for box in rings], "folder")
     assert (
         len(
-            boxed.checked(
+            boxed.BoxedTensor(
                 "w", (40, 40), 1, [boxed.Box((o[0] - 580, o[1] - 580), n, NOWHERE) for o, n in rings[4 * 580 :]], ""
             ).boxes
         )
@@ -229,6 +229,6 @@ def test_a_hundred_thousand_boxes_take_linear_time(shape):
     starts = (range(0, length, step) for length, step in zip(shape, sizes, strict=True))
     boxes = [boxed.Box(index, sizes, NOWHERE) for index in itertools.product(*starts)]
     began = time.process_time()
-    tensor = boxed.checked("w", shape, 4, boxes, "folder")
+    tensor = boxed.BoxedTensor("w", shape, 4, boxes, "folder")
     assert len(tensor.touched((0,) * len(shape), (1,) * len(shape))) == 1
     assert time.process_time() - began < 10
