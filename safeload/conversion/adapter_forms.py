@@ -30,12 +30,13 @@ from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, Swap
 from ..core.cast import astype
-from ..core.checkpoint import Checkpoint
+from ..core.checkpoint import Checkpoint, chosen, with_aliases
 from ..core.files import Location, sync_folder
 from ..core.load import parse_target
 from ..core.opening import open_paths
 from ..core.packing import SCHEMES
-from ..core.registry import GGUF
+from ..core.progress import reporter
+from ..core.registry import GGUF, SAFETENSORS
 from ..core.safetensors import writer
 from ..core.text import error_about, show, similar
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -48,6 +49,7 @@ from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from .catalog import Catalog, is_path
+from .decide import ConvertReport
 from .destinations import ShardWriter, config_text, refuse_inputs
 from .forms import counted, laid_out
 from .llama_cpp.gguf_models import published, titled
@@ -310,39 +312,56 @@ def _arranged(adapter: Adapter, products: _Products) -> Adapter:
 
 # Dtypes of factors to write; any other becomes float32.
 _WRITTEN = ("F32", "F16", "BF16")
-# Options of a conversion that apply to models alone.
-_OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
+# Arguments of a conversion that apply to models alone.
+_OF_MODELS = (
+    *("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw"),
+    *("max_shard_size", "resume", "executor", "verify", "record"),
+)
+_SELECTING = ("names", "only", "drop")
+# What no later step does again.
+_CONSUMED = dict.fromkeys((*_SELECTING, "dtype", "quantize", "layout"))
 
 
 def _opened(
-    stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+    stack: ExitStack, src: Any, given: Mapping[str, Any], paths: Iterable[Any], **refused: str
 ) -> tuple[Adapter, Catalog]:
-    """Open an adapter and its base, which ``stack`` closes; check the options and the ``paths`` of the result."""
-    sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
+    """Open the adapter and the base of a call of `convert`, which ``stack`` closes.
+
+    Args:
+        given: the arguments of the call.
+        paths: of the result.
+        refused: arguments that this kind of result does not have, with the kind that has them.
+    """
+    sources, target = src if isinstance(src, list) else [src], parse_target(given["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
-    for key in _OF_MODELS:
-        if options[key]:
-            raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
+    for key, kind in {**dict.fromkeys(_OF_MODELS, "models"), **refused}.items():
+        if kind and given[key]:
+            raise ValueError(f"{key}= applies to {kind}: pass an adapter with base= without it")
     if target is not None and target.code not in _WRITTEN:
         raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
-    (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
-    catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+    options = given["storage_options"]
+    checkpoint = stack.enter_context(
+        Checkpoint(open_paths(sources[0], None, None, "refuse", True, storage_options=options))
+    )
+    if any(given[key] is not None for key in _SELECTING):
+        names = [part[0] for part in chosen(checkpoint, *(given[key] for key in _SELECTING), None)]
+        checkpoint = with_aliases(checkpoint, {}, names=names)
+    adapter = lora.adapter_of(checkpoint)
+    catalog = stack.enter_context(Catalog.of(given["base"], options))
     files = [*adapter.checkpoint.weight_files, *catalog.weight_files]
     for path in paths:
         refuse_inputs(path, [adapter.config_at.path, *(file.path for file in files)])
     return adapter, catalog
 
 
-def for_llama_cpp(
-    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def for_llama_cpp(src: Any, given: Mapping[str, Any], paths: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
-    scheme, target = options["quantize"], parse_target(options["dtype"])
+    scheme, target = given["quantize"], parse_target(given["dtype"])
     if scheme not in (None, "q8_0"):
         raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options, paths)
+        adapter, catalog = _opened(stack, src, given, paths)
         architecture, recipes, products = _in_llama_cpp(adapter, catalog)
         _check_head(products, catalog if recipes is None else recipes, catalog.title)
         path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
@@ -367,8 +386,8 @@ def for_llama_cpp(
         "adapter.lora.alpha": gguf.F32(alpha),
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
     }
-    metadata = {**keys, **(options["metadata"] or {})}
-    return tensors, {**options, "dtype": None, "quantize": None, "metadata": metadata, "raw": True}
+    metadata = {**keys, **(given["metadata"] or {})}
+    return tensors, {**_CONSUMED, "metadata": metadata, "raw": True}
 
 
 def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> Any:
@@ -387,16 +406,15 @@ def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> 
 _LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
 
 
-def to_folder(
-    src: Any, base: Any, options: Mapping[str, Any], place: Location, *, overwrite: bool
-) -> tuple[list[str], int, int]:
-    """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
-    if options["quantize"] is not None or place.files.remote:
-        fault = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
-        raise ValueError(f"{fault}: the folder of an adapter has plain tensors, and is on a disk")
+def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> ConvertReport:
+    """Write PEFT's adapter as mlx-lm's, or another as PEFT's."""
+    if place.files.remote:
+        raise ValueError(f"{place.shown} is a URL: the folder of an adapter is on a disk")
     sink = Sink(place.files, place.path)
+    refused = {"quantize": "adapters for llama.cpp", "rename": "single files"}
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS)))
+        paths = map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS))
+        adapter, catalog = _opened(stack, src, given, paths, **refused)
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
@@ -407,14 +425,17 @@ def to_folder(
             products = _changes_of(adapter, catalog.title, catalog.config, stored, None, kernels=adapter.for_diffusion)
         as_peft = adapter.mlx or adapter.gguf or adapter.for_diffusion
         factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
-    target = parse_target(options["dtype"])
-    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
+    target = parse_target(given["dtype"])
+    metadata = {key: value for key, value in (given["metadata"] or {}).items() if value is not None}
+    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, metadata or None)
     name = lora.WEIGHTS if as_peft else MLX_ADAPTER
     there = sorted(sink.names() & {name, lora.CONFIG})
-    if there and not overwrite:
+    if there and not given["overwrite"]:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
-    write_folder(place.path, name, file, settings, overwrite=overwrite)
-    return [sink.shown(name)], len(factors), file.size
+    with reporter(given["progress"], file.size) as report:
+        write_folder(place.path, name, file, settings, overwrite=given["overwrite"])
+        report(file.size)
+    return ConvertReport(place.shown, SAFETENSORS, [sink.shown(name)], len(factors), file.size, 0.0, None)
 
 
 def write_folder(folder: str, name: str, file: ShardWriter, config: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -511,15 +532,12 @@ def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], d
 TOOLS = ("kohya", "diffusers")
 
 
-def for_tools(
-    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def for_tools(src: Any, given: Mapping[str, Any], paths: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an adapter's tensors under the names of a tool, and the options with which a conversion writes these."""
-    if (layout := options["layout"]) not in TOOLS or options["quantize"] is not None:
-        text = f'an adapter in one file needs layout="kohya" or layout="diffusers", got {show(layout)}'
-        raise ValueError(text if layout not in TOOLS else "quantize= applies to adapters for llama.cpp")
+    if (layout := given["layout"]) not in TOOLS:
+        raise ValueError(f'an adapter in one file needs layout="kohya" or layout="diffusers", got {show(layout)}')
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, {**options, "layout": None}, paths)
+        adapter, catalog = _opened(stack, src, given, paths, layout="", quantize="adapters for llama.cpp")
         component, prefix = layout_of(catalog) or ("", "")
         of_diffusers = layout == "diffusers" or component == "unet"  # kohya names the others as a single file does
         if not component or (prefix is None) != of_diffusers:
@@ -533,7 +551,7 @@ def for_tools(
                 f"changes {show(name)}, a text encoder: pass the diffusion model alone as base"
             )
         factors, config = _as_peft(products, catalog)
-    target = parse_target(options["dtype"])
+    target = parse_target(given["dtype"])
     tensors: dict[str, Any] = {}
     for name, factor in factors.items():
         module, _, end = name.removeprefix(lora.PREFIX).rpartition(".lora_")
@@ -547,8 +565,8 @@ def for_tools(
             outer += ".lora_down.weight" if end.startswith("A") else ".lora_up.weight"
         tensors[outer] = _written(factor, target, None)
     about = {"lora_adapter_metadata": json.dumps({f"{component}.{key}": value for key, value in config.items()})}
-    metadata = {"format": "pt", **(about if layout == "diffusers" else {}), **(options["metadata"] or {})}
-    return tensors, {**options, "dtype": None, "layout": None, "metadata": metadata}
+    metadata = {"format": "pt", **(about if layout == "diffusers" else {}), **(given["metadata"] or {})}
+    return tensors, {**_CONSUMED, "metadata": metadata}
 
 
 # ---- products through recipes ----
