@@ -27,6 +27,7 @@ TOKENS = "rows of tokens"
 EMBEDDING_ROLES = frozenset((EMBEDDING_A, "oft_embedding_R"))  # of embeddings
 # Norms of the rows or of the columns, by their shape, in place of PEFT's magnitudes (LyCORIS).
 SCALE = "dora_scale"
+CORE = "lora_mid"  # of a Tucker decomposition
 # Roles beside the change of a module, or in place of values of the base.
 _BESIDE = frozenset((MAGNITUDE, SCALE, BIAS, VALUE, TOKENS, "alpha"))
 
@@ -374,7 +375,7 @@ class AdapterKind(NamedTuple):
         return all(shapes[role] == shape for role, shape in needed.items())
 
 
-_LORA = (frozenset((A, B)), frozenset((A, B, "lora_mid")), frozenset((EMBEDDING_A, EMBEDDING_B)))
+_LORA = (frozenset((A, B)), frozenset((A, B, CORE)), frozenset((EMBEDDING_A, EMBEDDING_B)))
 _HADA = "hada_w1_a hada_w1_b hada_w2_a hada_w2_b"
 _OUTER, _INNER = ("lokr_w1", "lokr_w1_a lokr_w1_b"), ("lokr_w2", "lokr_w2_a lokr_w2_b", "lokr_w2_a lokr_w2_b lokr_t2")
 _LOKR = _forms(*(f"{outer} {inner}" for outer in _OUTER for inner in _INNER))
@@ -398,7 +399,7 @@ _VERSION = {"peft_version": None}
 SHARED = ("vera_A", "vera_B")
 _VERA = _forms(f"vera_lambda_b vera_lambda_d {' '.join(SHARED)}")
 # Roles whose first axis is the rank; the first in a module counts.
-_RANKED = (A, "vera_lambda_d", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+_RANKED = (A, EMBEDDING_A, "vera_lambda_d", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 
 KINDS: Mapping[str, AdapterKind] = {
     "LORA": AdapterKind("LoRA", _LORA, rank_key=("r", 8), alpha_key="lora_alpha"),
@@ -416,6 +417,8 @@ KINDS: Mapping[str, AdapterKind] = {
     ),
     "BOFT": AdapterKind("BOFT", _forms("boft_R boft_s"), _boft_needs, _boft, _OF_BOFT, settings=_BOFT, scales=False),
 }
+
+OF_LYCORIS = (KINDS["LOHA"], KINDS["LOKR"])
 
 
 def rank_of(shapes: Shapes) -> int | None:
