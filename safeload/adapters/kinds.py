@@ -7,6 +7,7 @@ settings in a row.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -234,6 +235,9 @@ def _ia3(place: Place, scaling: float, parts: Arrays) -> Step:
 
 # ---- OFT and BOFT ----
 
+# Limit on the powers of a matrix that approximate a rotation.
+_MAX_TERMS = 1000
+
 
 def _cayley(skew: Array) -> Array:
     """Return the rotations (I - S) / (I + S) of skew-symmetric matrices."""
@@ -273,6 +277,17 @@ def _oft_needs(shapes: Shapes, place: Place) -> dict[str, Shape]:
     if role == "oft_r":
         return {role: (count, size, size), "oft_s": (rows, 1)}
     return {role: (count, size * (size - 1) // 2)}
+
+
+def _oft_problem(roles: Collection[str], config: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """Return why settings do not tell the rotations, which PEFT computes since version 0.16."""
+    if not {"oft_R", "oft_embedding_R"} & set(roles):
+        return None
+    neumann, terms = "use_cayley_neumann", "num_cayley_neumann_terms"
+    developed = re.match(r"0\.(\d|1[0-7])\.", str(settings["peft_version"]), re.ASCII)
+    if neumann not in config or (settings[neumann] and developed):
+        return f'"{neumann}" and "peft_version" of released versions of PEFT are needed: rotations are ambiguous'
+    return f'"{terms}" is more than {_MAX_TERMS}' if settings[terms] > _MAX_TERMS else None
 
 
 def _oft(place: Place, scaling: float, parts: Arrays) -> Step:
@@ -368,6 +383,8 @@ class AdapterKind(NamedTuple):
     alpha_key: str | None = None  # without it, the weight of the adapter alone scales the change
     settings: Mapping[str, Any] = {}  # other settings with an effect on values, with PEFT's defaults
     scales: bool = True  # the weight of an adapter may be other than 1
+    # Why an adapter cannot be merged, from the roles in its modules, its whole configuration and its settings.
+    problem: Callable[[Collection[str], Mapping[str, Any], Mapping[str, Any]], str | None] | None = None
 
     def fits(self, shapes: Shapes, place: Place) -> bool:
         """Return whether a module has the shapes of its place."""
@@ -413,7 +430,14 @@ KINDS: Mapping[str, AdapterKind] = {
     "LOKR": AdapterKind("LoKr", _LOKR, _lokr_needs, _lokr, _OF_LOKR, ("r", 8), "alpha", _VERSION),
     "IA3": AdapterKind("IA3", _forms("ia3_l"), _ia3_needs, _ia3, _OF_IA3, settings=_IA3, scales=False),
     "OFT": AdapterKind(
-        "OFT", _forms("oft_R", "oft_embedding_R", "oft_r oft_s"), _oft_needs, _oft, _OF_OFT, settings=_OFT, scales=False
+        "OFT",
+        _forms("oft_R", "oft_embedding_R", "oft_r oft_s"),
+        _oft_needs,
+        _oft,
+        _OF_OFT,
+        settings=_OFT,
+        scales=False,
+        problem=_oft_problem,
     ),
     "BOFT": AdapterKind("BOFT", _forms("boft_R boft_s"), _boft_needs, _boft, _OF_BOFT, settings=_BOFT, scales=False),
 }

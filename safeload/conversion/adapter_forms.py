@@ -23,7 +23,7 @@ import numpy as np
 
 from ..adapters import adapter as lora
 from ..adapters import kinds
-from ..adapters.adapter import Adapter, Fit
+from ..adapters.adapter import Adapter, Fit, in_gguf
 from ..adapters.base import AdapterTarget, Base, heads_of, never_read
 from ..adapters.diffusion import layout_of
 from ..adapters.merge import Change, Merge
@@ -106,7 +106,7 @@ def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadErro
     of_llama_cpp = catalog.format == GGUF and catalog.metadata.get(ARCHITECTURE) in gguf_architectures()
     result = []
     for adapter in adapters:
-        if adapter.gguf or of_llama_cpp:
+        if in_gguf(adapter) or of_llama_cpp:
             _, recipes, products = _in_llama_cpp(adapter, catalog, problems)
             if recipes is None:
                 _check_head(products, catalog, catalog.title)
@@ -127,7 +127,7 @@ def _in_llama_cpp(
     else:
         recipes, form = _recipes_of(catalog)
         architecture, shapes = form.architecture, {name: recipe.shape for name, recipe in recipes.items()}
-    if adapter.gguf:
+    if in_gguf(adapter):
         own = adapter.checkpoint.metadata.get(ARCHITECTURE)
         if own != architecture:
             text = f"the adapter is for models of architecture {show(own)}, but {catalog.title} is {architecture}"
@@ -365,8 +365,8 @@ def _opened(
         Checkpoint(open_paths(sources[0], None, None, "refuse", True, storage_options=options))
     )
     if any(given[key] is not None for key in _SELECTING):
-        names = [part[0] for part in chosen(checkpoint, *(given[key] for key in _SELECTING), None)]
-        checkpoint = with_aliases(checkpoint, {}, names=names)
+        tensors = chosen(checkpoint, given["names"], given["only"], given["drop"], None)
+        checkpoint = with_aliases(checkpoint, {}, names=[tensor[0] for tensor in tensors])
     adapter = lora.adapter_of(checkpoint)
     catalog = stack.enter_context(Catalog.of(given["base"], options))
     files = [*adapter.checkpoint.weight_files, *catalog.weight_files]
@@ -402,7 +402,7 @@ def for_llama_cpp(src: Any, given: Mapping[str, Any], paths: Iterable[Any]) -> t
         ARCHITECTURE: architecture,
         TYPE: "adapter",
         "adapter.type": "lora",
-        "general.name": metadata.get("general.name", titled(name)) if adapter.gguf else titled(name),
+        "general.name": metadata.get("general.name", titled(name)) if in_gguf(adapter) else titled(name),
         "adapter.lora.alpha": gguf.F32(alpha),
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
     }
@@ -438,14 +438,12 @@ def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> ConvertRep
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
-        if adapter.gguf:
+        as_peft = adapter.writer != "PEFT"
+        if in_gguf(adapter):
             _, recipes, products = _in_llama_cpp(adapter, catalog)
             products = _taken_back(recipes or {}, products, stored.__getitem__)
         else:
-            products = _changes_of(
-                adapter, catalog.title, catalog.config, stored, None, for_tools=adapter.for_diffusion
-            )
-        as_peft = adapter.mlx or adapter.gguf or adapter.for_diffusion
+            products = _changes_of(adapter, catalog.title, catalog.config, stored, None, for_tools=as_peft)
         factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
     target = parse_target(given["dtype"])
     metadata = {key: value for key, value in (given["metadata"] or {}).items() if value is not None}
