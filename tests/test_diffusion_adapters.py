@@ -366,7 +366,12 @@ def test_the_other_way_and_back_gives_equal_bytes(tmp_path):
 NO_FORM = {
     "no model": ("x_base.safetensors", "unet_kohya", "diffusers", "names of diffusers need sd1, sdxl"),
     "single file": ("flux_base.safetensors", "flux_kohya", "kohya", "need sd3, flux or wan in the layout of a single"),
-    "core": ("unet_base.safetensors", "unet_locon", "diffusers", "is the core of a Tucker decomposition"),
+    "core": (
+        "unet_base.safetensors",
+        "unet_locon",
+        "diffusers",
+        "with the core of a Tucker decomposition",
+    ),
     "LoHa": ("unet_base.safetensors", "unet_loha", "diffusers", "is a LoHa, which pipelines of Diffusers do not load"),
     "LoKr": ("unet_base.safetensors", "unet_lokr", "diffusers", "is a LoKr, which pipelines of Diffusers do not load"),
     "tool": ("unet_base.safetensors", "unet_kohya", "comfyui", "needs layout=.*, got 'comfyui'"),
@@ -525,7 +530,7 @@ NO_PLACE = {
     "columns": (
         {SQUARE: lora(dora_scale=(1, 8))},
         None,
-        "has norms of the columns of .* PEFT's DoRA has norms of rows",
+        "with norms of its columns: PEFT's DoRA has norms of rows",
     ),
     "some norms": (
         {SQUARE: lora(dora_scale=(8, 1)), WIDE: lora(64)},

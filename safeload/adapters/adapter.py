@@ -243,6 +243,7 @@ class Adapter:
     joins_stacks = True  # a pair of matrices has the factors of all matrices in a stack
     of_transformers = True  # its model has weights as transformers has them: those of Conv1D are [in, out]
     norms_of_outputs = True  # DoRA has a norm for each output of a module; False: for each row of its weight
+    outer = 0  # the axis of B with the outputs
     ends = re.compile(r"\.")  # what precedes the name of a layer in that of a module
     dora_key = "use_dora"
     fit: Fit | None = None  # the base tensors of all modules, if they are known
@@ -330,10 +331,7 @@ class Adapter:
         """Return the rows of B and the columns of A, or None if a module lacks two matrices."""
         shapes = self.shapes(self.modules[module])
         a, b = shapes.get(A, ()), shapes.get(B, ())
-        return self._sizes(a, b) if len(a) == len(b) == 2 else None
-
-    def _sizes(self, a: kinds.Shape, b: kinds.Shape) -> tuple[int, int]:
-        return b[0], a[1]
+        return (b[self.outer], a[1 - self.outer]) if len(a) == len(b) == 2 else None
 
     def expected(
         self, shape: kinds.Shape, a: kinds.Shape, *, parameter: bool, turned: bool, embeds: bool
@@ -481,6 +479,7 @@ class _PeftAdapter(Adapter):
 class _MlxAdapter(Adapter):
     writer, dora_key = "MLX", "fine_tune_type"
     by_module = joins_stacks = of_transformers = norms_of_outputs = False
+    outer = 1
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
@@ -497,9 +496,6 @@ class _MlxAdapter(Adapter):
 
     def turns(self, module: str) -> bool:
         return module.rpartition(".")[2] in CONV1D
-
-    def _sizes(self, a: kinds.Shape, b: kinds.Shape) -> tuple[int, int]:
-        return b[1], a[0]
 
     def expected(
         self, shape: kinds.Shape, a: kinds.Shape, *, parameter: bool, turned: bool, embeds: bool

@@ -21,7 +21,7 @@ from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from . import diffusion, kinds
 from .adapter import Adapter, Fit
-from .diffusion import Assembled
+from .diffusion import Assembled, Piece
 from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, TOKENS, VALUE, A, changing
 
 # ---- what an adapter changes ----
@@ -166,11 +166,13 @@ class Apart(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return *([self.experts] if self.experts else []), len(self.layers) * self.rows, self.columns
 
-    def tensors(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each stored tensor with its expert and its first row in the expert's matrix."""
+    def tensors(self) -> Iterator[Piece]:
+        """Yield each stored tensor with its expert and its rows in the expert's matrix."""
         for expert in range(self.experts or 1):  # without `product`, which would store all numbers that a plan names
             outer = f"{self.outer}.{expert}" if self.experts else self.outer
-            yield from ((f"{outer}.{layer}.weight", expert, k * self.rows) for k, layer in enumerate(self.layers))
+            for k, layer in enumerate(self.layers):
+                rows = slice(k * self.rows, (k + 1) * self.rows)
+                yield f"{outer}.{layer}.weight", (self.rows, self.columns), (expert, rows), None
 
 
 # Where a tensor of the model is stored, if under its own name, then as a str.
@@ -327,7 +329,7 @@ class Base:
 
     def _with_sizes(self, apart: Apart) -> Apart | None:
         """Return tensors with their common shape, or None if they are no matrices of one shape."""
-        names = [stored for stored, _, _ in apart.tensors()]
+        names = [stored for stored, *_ in apart.tensors()]
         shapes = {self._shape(stored) for stored in names} if all(name in self.names for name in names) else ()
         matrices = len(shapes) == 1 and len(shape := next(iter(shapes))) == 2
         return apart._replace(rows=shape[0], columns=shape[1]) if matrices else None

@@ -105,6 +105,17 @@ class Change(NamedTuple):
     step: Callable[[Mapping[str, Array]], Step] | None = None  # of the tensors of another kind than LoRA
 
 
+@contextmanager
+def collecting(problems: list[SafeloadError] | None) -> Iterator[None]:
+    """Add an error to problems, or raise it if there is no list."""
+    try:
+        yield
+    except SafeloadError as error:
+        if problems is None:
+            raise
+        problems.append(error)
+
+
 class Merge:
     """Adapters fitted to a base, or with ``fits`` to a part of it, which may lack tensors of their modules."""
 
@@ -124,24 +135,16 @@ class Merge:
         self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
         tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
         modules = [self._with_tied(adapter, tied) for adapter in adapters]
-        try:
+        with collecting(problems):
             for adapter, own in zip(adapters, modules, strict=True):
                 if not base.is_part:
                     adapter.leave_out(own, base.diffusion, base.title)
             base.grow(zip(adapters, modules, strict=True), heads)
-        except SafeloadError as error:
-            if problems is None:
-                raise
-            problems.append(error)
         self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
         for adapter, fit, own in zip(adapters, self.fits, modules, strict=True):
             for module, parts in own.items():
-                try:
+                with collecting(problems):
                     self._fit(adapter, fit, module, parts)
-                except SafeloadError as error:  # noqa: PERF203
-                    if problems is None:
-                        raise
-                    problems.append(error)
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
@@ -178,19 +181,20 @@ class Merge:
             if kinds.VALUE in roles and model_name in base.turned:
                 text = f"of the adapter replaces {show(model_name)}, which {base.title} stores transposed"
                 raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=roles[kinds.VALUE])
-            if isinstance(place, Apart) and (module in fit.parameters or (not place.experts and kinds.changing(roles))):
+            alone = not isinstance(place, Apart) or (not place.experts and bool(kinds.changing(roles)))
+            if isinstance(place, (Apart, Assembled)) and (alone or module in fit.parameters):
                 change = None
                 # The other tensors belong to another piece.
-                for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
-                    target = base.target(name)
-                    if target.shape != (place.rows, place.columns):  # a plan can say anything
-                        needed = [place.rows, place.columns]
-                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
-                        raise error_about(FormatError, text, path=base.title, tensor=name)
+                for stored, shape, part, divided in (each for each in place.tensors() if each[0] in base.names):
+                    target = base.target(stored)
+                    if target.shape != shape:  # a plan can say anything
+                        which = f"the stack {show(model_name)}" if isinstance(place, Apart) else show(model_name)
+                        text = f"is {list(target.shape)}, but {which} needs {list(shape)}"
+                        raise error_about(FormatError, text, path=base.title, tensor=stored)
                     if change is None:
-                        whole = target._replace(name=model_name, shape=place.shape)
+                        whole = target._replace(name=model_name, shape=tuple(place.shape))
                         change = self._change(adapter, fit, module, roles, whole)
-                    self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + place.rows))))
+                    self._add(stored, change._replace(stacked=False, part=part, divided=divided))
             elif isinstance(place, Divided):
                 if place.stored in base.names:
                     target = base.target(place.stored)
@@ -201,18 +205,6 @@ class Merge:
                     target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
                     change = self._change(adapter, fit, module, roles, target)
                     self._add(place.stored, change._replace(divided=place))
-            elif isinstance(place, Assembled):
-                change = None
-                for piece, own in (each for each in place.ranges() if each[0].stored in base.names):
-                    target, height = base.target(piece.stored), (own.stop - own.start) * piece.parts
-                    if target.shape != (height, *place.shape[1:]):  # a plan can say anything
-                        text = f"is {list(target.shape)}, but {show(model_name)} needs {height} rows"
-                        raise error_about(FormatError, text, path=base.title, tensor=piece.stored)
-                    if change is None:
-                        whole = target._replace(name=model_name, shape=tuple(place.shape))
-                        change = self._change(adapter, fit, module, roles, whole)
-                    divided = piece if piece.parts > 1 else None
-                    self._add(piece.stored, change._replace(part=(0, own), divided=divided))
             elif isinstance(place, str) and (place in base.names or place in base.grown):
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))

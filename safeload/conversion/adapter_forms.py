@@ -26,7 +26,7 @@ from ..adapters import kinds
 from ..adapters.adapter import Adapter, Fit, in_gguf
 from ..adapters.base import AdapterTarget, Base, heads_of, never_read
 from ..adapters.diffusion import layout_of
-from ..adapters.merge import Change, Merge
+from ..adapters.merge import Change, Merge, collecting
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, Swap
@@ -107,7 +107,9 @@ def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadErro
     result = []
     for adapter in adapters:
         if in_gguf(adapter) or of_llama_cpp:
-            _, recipes, products = _in_llama_cpp(adapter, catalog, problems)
+            alone = copy(adapter)
+            alone.weight = 1.0
+            _, recipes, products = _in_llama_cpp(alone, catalog, problems)
             if recipes is None:
                 _check_head(products, catalog, catalog.title)
             else:
@@ -180,20 +182,12 @@ def _of_llama_cpp(
             problem = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
             problem += str(list(shapes[name]))
         if problem is None:
-            scaling = _alone(adapter).scaling(module, left.shape[-1], first)
+            scaling = adapter.scaling(module, left.shape[-1], first)
             result[name] = Product(left, right, scaling, first, adapter.checkpoint.path)
             continue
         kind = FormatError if name in shapes else TensorNotFoundError
-        if problems is None:
+        with collecting(problems):
             raise error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
-        problems.append(error_about(kind, problem, path=adapter.checkpoint.path, tensor=first))
-    return result
-
-
-def _alone(adapter: Adapter) -> Adapter:
-    """Return an adapter with the weight 1."""
-    result = copy(adapter)
-    result.weight = 1.0
     return result
 
 
@@ -226,9 +220,8 @@ def _changes_of(
     for_tools: bool = False,  # other kinds than LoRA have a form, too, and so have convolutions
 ) -> _Products:
     """Return the changes of an adapter of PEFT, MLX or a tool for diffusion models by stored names."""
-    alone = _alone(adapter)
     row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
-    heads = heads_of([alone], config, shapes)
+    heads = heads_of([adapter], config, shapes)
     for head, embedding in heads.untied.items():
         text = f"the adapter changes only one of {show(head)} and {show(embedding)}, which {title} ties"
         raise UnsupportedError(f"{text}: there is one tensor for both", path=adapter.checkpoint.path)
@@ -237,7 +230,7 @@ def _changes_of(
         return AdapterTarget(name, shapes[name], row, work, never_read)
 
     base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
-    merge = Merge(base, [alone], heads, problems=problems)
+    merge = Merge(base, [adapter], heads, problems=problems)
     return {
         name: _sum([_product(merge, change, name, shapes[name], for_tools=for_tools) for change in changes])
         for name, changes in merge.changes.items()
@@ -596,29 +589,23 @@ def _kind_in_peft(modules: _Modules) -> tuple[str, dict[str, Any]]:
     kind = next(name for name, each in kinds.KINDS.items() if each is row)
     dora, cores = set[bool](), set[bool]()  # those of all modules, and of all kernels
     for module, (product, parts) in modules.items():
-        own = kinds.kind_of(parts)
-        if own is None or own is not row:
-            raise product.refused(
-                f"changes {show(module)} by another kind than other modules: a folder of PEFT has one"
-            )
-        if kinds.CORE in parts:
-            raise product.refused(f"is the core of a Tucker decomposition for {show(module)}, which PEFT's LoRA lacks")
-        if kinds.SCALE in parts:
-            raise product.refused(f"has norms of the columns of {show(module)}: PEFT's DoRA has norms of rows")
+        sides, has_core = {*product.kernel}, bool(parts.keys() & {"hada_t1", "lokr_t2"})
         dora.add(kinds.MAGNITUDE in parts)
-        if len(dora) > 1 or (kind != "LORA" and True in dora):
-            raise product.refused(f"changes {show(module)}: PEFT has norms (DoRA) for LoRA alone, and for all modules")
-        has_core = bool(parts.keys() & {"hada_t1", "lokr_t2"})
-        if kind != "LORA" and len(product.kernel) > 2:
-            raise product.refused(f"changes {show(module)}, and PEFT has no {own.title} for 3-D convolutions")
-        if has_core and {*product.kernel} == {1}:
-            raise product.refused(f"has a core for the kernel of {show(module)}, which is 1: PEFT has none there")
-        if {*product.kernel} - {1} and "lokr_w2" not in parts:
+        if sides - {1} and "lokr_w2" not in parts:
             cores.add(has_core)
-        if len(cores) > 1:
-            raise product.refused(
-                f"changes {show(module)}: PEFT has cores for all kernels (use_effective_conv2d) or none"
-            )
+        some_norms = len(dora) > 1 or (True in dora and kind != "LORA")
+        deep = len(product.kernel) > 2 and kind != "LORA"
+        faults = {
+            "by another kind than other modules: a folder of PEFT has one": kinds.kind_of(parts) is not row,
+            "with the core of a Tucker decomposition, which PEFT's LoRA lacks": kinds.CORE in parts,
+            "with norms of its columns: PEFT's DoRA has norms of rows": kinds.SCALE in parts,
+            "where others do not alike: PEFT has norms (DoRA) for LoRA alone, and for all modules": some_norms,
+            "which is a 3-D convolution: PEFT has LoRA alone for these": deep,
+            "with a core for a kernel of 1: PEFT has none there": has_core and sides == {1},
+            "with or without a core: PEFT has cores for all kernels (use_effective_conv2d) or none": len(cores) > 1,
+        }
+        for text in (text for text, fails in faults.items() if fails):
+            raise product.refused(f"changes {show(module)} {text}")
     if kind == "LORA":
         return kind, {"use_dora": True} if True in dora else {}
     return kind, {"use_effective_conv2d": True in cores}
