@@ -241,10 +241,10 @@ class Adapter:
     kept: Mapping[str, int] = MappingProxyType({})  # ranks after training, by module
     by_module = True  # a module changes alone, without the one it is tied to, and can have a trained copy
     joins_stacks = True  # a pair of matrices has the factors of all matrices in a stack
-    of_transformers = True  # its model has weights as transformers has them: those of Conv1D are [in, out]
+    of_transformers = True  # its model stores the weights of Conv1D as [in, out], like transformers
     norms_of_outputs = True  # DoRA has a norm for each output of a module; False: for each row of its weight
     outer = 0  # the axis of B with the outputs
-    ends = re.compile(r"\.")  # what precedes the name of a layer in that of a module
+    ends = re.compile(r"\.")  # separators in a module's name; the name of the layer follows the last
     dora_key = "use_dora"
     fit: Fit | None = None  # the base tensors of all modules, if they are known
     default_rank: int | None = None  # None: only the shapes tell
@@ -353,7 +353,7 @@ class Adapter:
         return a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
 
     def leave_out(self, modules: dict[str, Mapping[str, str]], known: diffusion.Names | None, title: str) -> None:
-        """Leave out modules that the base has no place for; ``known`` has the places of a diffusion model."""
+        """Leave out modules without a place in the base; ``known`` has the places of a diffusion model."""
 
     def rank(self, module: str) -> int:
         """Return the rank of a module that changes a weight, summed over the matrices of a stack; 0 if it has none."""
@@ -555,7 +555,7 @@ class _DiffusionAdapter(Adapter):
         return False
 
     def leave_out(self, modules: dict[str, Mapping[str, str]], known: diffusion.Names | None, title: str) -> None:
-        """Leave out the modules of parts of a pipeline that the base does not have, such as its text encoders."""
+        """Leave out the modules of parts of a pipeline outside the base, such as its text encoders."""
         left = [module for module in modules if known is None or known.lacks(module)]
         first = next((next(iter(modules[module].values())) for module in left), None)
         for module in left:

@@ -26,7 +26,7 @@ _MODEL = ""
 _END = re.compile(r"[._](weight|bias)\Z")
 
 
-# A stored tensor in a place: its name, its shape, the number of a matrix with the rows there, and what is divided.
+# A stored tensor in a place: name, shape, number of the matrix there with the rows in it, and the tensor it is part of.
 Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, slice], Divided | None]
 
 

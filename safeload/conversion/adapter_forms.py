@@ -37,7 +37,7 @@ from ..core.load import parse_target
 from ..core.opening import open_paths
 from ..core.packing import SCHEMES
 from ..core.progress import reporter
-from ..core.registry import GGUF, SAFETENSORS
+from ..core.registry import GGUF
 from ..core.safetensors import writer
 from ..core.text import error_about, show, similar
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
@@ -50,7 +50,6 @@ from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from .catalog import Catalog, is_path
-from .decide import ConvertReport
 from .destinations import ShardWriter, config_text, refuse_inputs
 from .forms import counted, laid_out
 from .llama_cpp.gguf_models import published, titled
@@ -74,7 +73,7 @@ class Product(NamedTuple):
     tensor: str  # of the adapter, for messages
     path: str  # of the adapter
     kernel: Sequence[int] = ()  # the sides of a convolution's kernel, joined with its inputs into columns
-    # Tensors beside the factors by role, norms of rows as a vector; or those of another kind, which has no factors.
+    # Tensors beside the factors by role, norms of rows as a vector; or the tensors of a kind without factors.
     more: Mapping[str, Array] = MappingProxyType({})
 
     @property
@@ -325,13 +324,13 @@ def _arranged(adapter: Adapter, products: _Products) -> Adapter:
 
 # Dtypes of factors to write; any other becomes float32.
 _WRITTEN = ("F32", "F16", "BF16")
-# Arguments of a conversion that apply to models alone.
+# Arguments for models alone.
 _OF_MODELS = (
     *("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw"),
     *("max_shard_size", "resume", "executor", "verify", "record"),
 )
 _SELECTING = ("names", "only", "drop")
-# What no later step does again.
+# Arguments without an effect on later steps.
 _CONSUMED = dict.fromkeys((*_SELECTING, "dtype", "quantize", "layout"))
 
 
@@ -343,7 +342,7 @@ def _opened(
     Args:
         given: the arguments of the call.
         paths: of the result.
-        refused: arguments that this kind of result does not have, with the kind that has them.
+        refused: further arguments to refuse, with the kind of result to which each applies.
     """
     sources, target = src if isinstance(src, list) else [src], parse_target(given["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
@@ -419,8 +418,8 @@ def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> 
 _LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
 
 
-def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> ConvertReport:
-    """Write PEFT's adapter as mlx-lm's, or another as PEFT's."""
+def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
     if place.files.remote:
         raise ValueError(f"{place.shown} is a URL: the folder of an adapter is on a disk")
     sink = Sink(place.files, place.path)
@@ -448,7 +447,7 @@ def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> ConvertRep
     with reporter(given["progress"], file.size) as report:
         write_folder(place.path, name, file, settings, overwrite=given["overwrite"])
         report(file.size)
-    return ConvertReport(place.shown, SAFETENSORS, [sink.shown(name)], len(factors), file.size, 0.0, None)
+    return sink.shown(name), len(factors), file.size
 
 
 def write_folder(folder: str, name: str, file: ShardWriter, config: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -584,10 +583,10 @@ def _rank_of(parts: Mapping[str, Array]) -> int:
 
 
 def _kind_in_peft(modules: _Modules) -> tuple[str, dict[str, Any]]:
-    """Return PEFT's name of the kind of all modules, with settings; refuse tensors that PEFT has no place for."""
+    """Return PEFT's name of the kind of all modules, with settings; refuse tensors without a place in PEFT."""
     row = kinds.kind_of(next(iter(modules.values()))[1])
     kind = next(name for name, each in kinds.KINDS.items() if each is row)
-    dora, cores = set[bool](), set[bool]()  # those of all modules, and of all kernels
+    dora, cores = set[bool](), set[bool]()  # whether modules have norms, and kernels cores
     for module, (product, parts) in modules.items():
         sides, has_core = {*product.kernel}, bool(parts.keys() & {"hada_t1", "lokr_t2"})
         dora.add(kinds.MAGNITUDE in parts)
@@ -645,7 +644,7 @@ def _divides(factor: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
 
 
 def _factorized(size: int, factor: int) -> tuple[int, int]:
-    """Return both sizes of a side as PEFT chooses them; LyCORIS exchanges these if a factor is beyond the root."""
+    """Return both sizes of a side as chosen by PEFT; LyCORIS exchanges these if a factor is beyond the root."""
     if factor > 0 and size % factor == 0:
         return factor, size // factor
     limit = math.isqrt(size) if factor == -1 else min(factor, math.isqrt(size))

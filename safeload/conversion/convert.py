@@ -221,8 +221,9 @@ def convert(
             location = None if written_to or format == "gguf" else destinations.where(place, storage_options)
             if location is not None and destinations.is_folder(location, format):
                 with caching(cache):
-                    report = to_folder(src, location, given)
-                return report._replace(seconds=time.perf_counter() - started)
+                    file, count, nbytes = to_folder(src, location, given)
+                seconds = time.perf_counter() - started
+                return ConvertReport(location.shown, SAFETENSORS, [file], count, nbytes, seconds, None)
             suffix = f".{format or SAFETENSORS}" if location is None else os.path.splitext(location.path.lower())[1]
             if suffix not in (".gguf", ".safetensors"):
                 text = "base= writes a folder, a file for llama.cpp or a file for diffusion models"
