@@ -156,3 +156,30 @@ def test_flags_of_the_program_are_refused(flags, tmp_path, capsys):
     command = ["convert", adapter, tmp_path / "out", "--base", base, *flags.split(" ")]
     status, _, errors = run(capsys, *command)
     assert (status in (1, 2), FLAGS[flags] in errors, (tmp_path / "out").exists()) == (True, True, False), errors
+
+
+EXTRACTED = {"rank": 1, "dtype": "float16", "with_rest": True, "only": "*0*", "drop": "*0*"}
+
+
+def test_extract_ignores_no_argument(tmp_path):
+    rng = np.random.default_rng(0)
+    base = {f"{k}.weight": np.zeros((8, 8), np.float32) for k in range(2)} | {"norm.weight": np.zeros(8, np.float32)}
+    fine = {name: rng.standard_normal(value.shape, np.float32) for name, value in base.items()}
+
+    def extract(name, **options):
+        safeload.extract(base, fine, tmp_path / name, **options)
+        return [path.read_bytes() for path in sorted((tmp_path / name).iterdir())]
+
+    plain, calls = extract("plain"), []
+    parameters = inspect.signature(safeload.extract).parameters.keys() - {"base", "fine", "dst"}
+    without_trace = {"threads": 1, "storage_options": {"anon": True}, "overwrite": True}
+    assert parameters == {"progress", *EXTRACTED, *without_trace}
+    for key, value in EXTRACTED.items():
+        assert extract(key, **{key: value}) != plain, key
+    for key, value in without_trace.items():
+        assert extract(key, **{key: value}) == plain, key
+    with pytest.raises(FileExistsError):
+        extract("plain")
+    assert extract("plain", overwrite=True) == plain
+    extract("progress", progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] > 0
