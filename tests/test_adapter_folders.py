@@ -201,3 +201,20 @@ def test_options_of_files(model, tmp_path):
         "quantize= applies to adapters for llama.cpp", adapter, tmp_path / "mlx", ValueError, base=base, quantize="q8_0"
     )
     refused("must be float32, float16 or bfloat16", adapter, tmp_path / "mlx", ValueError, base=base, dtype="float64")
+
+
+def test_norms_of_mlx_are_those_of_peft(model, tmp_path):
+    """Both divide a row by its norm after the change."""
+    base, adapter = model("llama3", only=("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj"))
+    safeload.convert(adapter, tmp_path / "mlx", base=base)
+    tensors, weights = safeload.load(tmp_path / "mlx"), safeload.load(base, dtype="float32")
+    for module in {name.rpartition(".")[0] for name in tensors}:
+        tensors[f"{module}.m"] = np.linalg.norm(weights[f"{module}.weight"], axis=1) + np.float32(0.5)
+    save_file(tensors, tmp_path / "mlx" / "adapters.safetensors")
+    (tmp_path / "mlx" / CONFIG).write_text(json.dumps({**settings(tmp_path / "mlx"), "fine_tune_type": "dora"}))
+    safeload.convert(tmp_path / "mlx", tmp_path / "back", base=base)
+    assert settings(tmp_path / "back")["use_dora"] is True
+    before, after = (safeload.load(base, adapters=tmp_path / name, dtype="float32") for name in ("mlx", "back"))
+    assert not all(np.array_equal(before[name], value) for name, value in weights.items())
+    assert_same(after, before)
+    refused("has the norms of", tmp_path / "mlx", tmp_path / "a.gguf", base=base)

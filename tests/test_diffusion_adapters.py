@@ -366,10 +366,14 @@ def test_the_other_way_and_back_gives_equal_bytes(tmp_path):
 NO_FORM = {
     "no model": ("x_base.safetensors", "unet_kohya", "diffusers", "names of diffusers need sd1, sdxl"),
     "single file": ("flux_base.safetensors", "flux_kohya", "kohya", "need sd3, flux or wan in the layout of a single"),
-    "DoRA": ("unet_base.safetensors", "unet_dora", "kohya", r"has the norms of .* \(DoRA\)"),
-    "core": ("unet_base.safetensors", "unet_locon", "kohya", "is the core of a Tucker decomposition"),
-    "scale": ("unet_base.safetensors", "unet_locon_dora", "diffusers", r"\(DoRA\)"),
-    "LoHa": ("unet_base.safetensors", "unet_loha", "diffusers", "by another kind than LoRA"),
+    "core": (
+        "unet_base.safetensors",
+        "unet_locon",
+        "diffusers",
+        "with the core of a Tucker decomposition",
+    ),
+    "LoHa": ("unet_base.safetensors", "unet_loha", "diffusers", "is a LoHa, which pipelines of Diffusers do not load"),
+    "LoKr": ("unet_base.safetensors", "unet_lokr", "diffusers", "is a LoKr, which pipelines of Diffusers do not load"),
     "tool": ("unet_base.safetensors", "unet_kohya", "comfyui", "needs layout=.*, got 'comfyui'"),
 }
 
@@ -382,6 +386,199 @@ def test_what_other_tools_have_no_names_for(case, tmp_path):
     with pytest.raises((safeload.SafeloadError, ValueError), match=message):
         safeload.convert(FOLDER / f"{adapter}.safetensors", tmp_path / "a.safetensors", base=base, layout=tool)
     assert not (tmp_path / "a.safetensors").exists()
+
+
+# ---- other kinds under the names of other tools ----
+
+UNET, SQUARE = FOLDER / "unet_base.safetensors", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+WIDE, KERNEL = "mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj", "mid_block.resnets.0.conv1"  # 64 x 8, 3 x 3
+KINDS = ("unet_dora", "unet_loha", "unet_lokr", "unet_locon", "unet_locon_dora")
+
+
+def random(seed=0, **shapes):
+    """Tensors of a module by role."""
+    rng = np.random.default_rng(seed)
+    return {role: rng.standard_normal(shape, np.float32) for role, shape in shapes.items()}
+
+
+def of_lycoris(modules, alpha=None):
+    """A file of LyCORIS, with the tensors of each module."""
+    alphas = {} if alpha is None else {"alpha": np.full((), alpha, np.float32)}
+    lycoris = {"lycoris_" + module.replace(".", "_"): {**parts, **alphas} for module, parts in modules.items()}
+    return {f"{module}.{role}": value for module, parts in lycoris.items() for role, value in parts.items()}
+
+
+def loha(rows, columns, rank=2):
+    return random(hada_w1_a=(rows, rank), hada_w1_b=(rank, columns), hada_w2_a=(rows, rank), hada_w2_b=(rank, columns))
+
+
+def tucker(rank=2):
+    sides = {f"hada_w{number}_{end}": (rank, 8) for number in (1, 2) for end in "ab"}
+    return random(**sides, hada_t1=(rank, rank, 3, 3), hada_t2=(rank, rank, 3, 3))
+
+
+def lora(rows=8, columns=8, rank=2, kernel=(), **more):
+    ones = [1] * len(kernel)
+    parts = random(down=(rank, columns, *kernel), up=(rows, rank, *ones))
+    return {f"lora_{role}.weight": value for role, value in parts.items()} | random(1, **more)
+
+
+LYCORIS = {
+    "LoHa": {SQUARE: loha(8, 8), WIDE: loha(64, 8, 3), "mid_block.attentions.0.proj_in": loha(8, 8)},
+    "LoHa core": {SQUARE: loha(8, 8), KERNEL: tucker()},
+    "LoHa kernel": {KERNEL: loha(8, 72)},
+    "LoKr": {
+        SQUARE: random(lokr_w1=(2, 2), lokr_w2_a=(4, 1), lokr_w2_b=(1, 4)),
+        WIDE: random(lokr_w1=(8, 2), lokr_w2_a=(8, 3), lokr_w2_b=(3, 4)),
+    },
+    "LoKr factor": {WIDE: random(lokr_w1=(4, 4), lokr_w2_a=(16, 2), lokr_w2_b=(2, 2))},
+    "LoKr both": {WIDE: random(lokr_w1_a=(8, 2), lokr_w1_b=(2, 2), lokr_w2_a=(8, 2), lokr_w2_b=(2, 4))},
+    "LoKr whole": {WIDE: random(lokr_w1=(8, 2), lokr_w2=(8, 4))},
+    "LoKr core": {KERNEL: random(lokr_w1=(2, 2), lokr_t2=(1, 1, 3, 3), lokr_w2_a=(1, 4), lokr_w2_b=(1, 4))},
+    "LoKr kernel": {KERNEL: random(lokr_w1=(2, 2), lokr_w2=(4, 4, 3, 3))},
+    "DoRA": {SQUARE: lora(dora_scale=(8, 1)), KERNEL: lora(kernel=(3, 3), dora_scale=(8, 1, 1, 1))},
+}
+
+
+def factors_in(path):
+    """All tensors but alphas, without the axes of 1."""
+    arrays = (value for name, value in safeload.load(path).items() if not name.endswith(".alpha"))
+    return sorted((np.squeeze(value).shape, value.tobytes()) for value in arrays)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("alpha", [None, 3])
+@pytest.mark.parametrize("case", LYCORIS)
+def test_kinds_of_lycoris_are_those_of_peft(case, alpha, turned, tmp_path):
+    """Factors keep their bits there and back, in whatever order a file has them."""
+    tensors = of_lycoris(LYCORIS[case], alpha)
+    source = saved(tmp_path, dict(reversed(tensors.items())) if turned else tensors)
+    before = safeload.load(UNET, adapters=source, dtype="float32")
+    steps = {"peft": None, "kohya.safetensors": "kohya", "again": None}
+    for name, layout in steps.items():
+        target = f"{tmp_path / name}/" if layout is None else tmp_path / name
+        safeload.convert(source, target, base=UNET, layout=layout)
+        source = tmp_path / name
+        after = safeload.load(UNET, adapters=source, dtype="float32")
+        for tensor, value in before.items():
+            np.testing.assert_allclose(after[tensor], value, rtol=1e-6, atol=1e-6, err_msg=tensor)
+        assert factors_in(source) == factors_in(tmp_path / "a.safetensors")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "peft" / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+
+
+def settings(path):
+    text = json.loads((path / "adapter_config.json").read_text())
+    return {key: value for key, value in text.items() if key not in ("target_modules", "inference_mode")}
+
+
+def test_settings_let_peft_compute_the_shapes(tmp_path):
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_effective_conv2d": False}
+    lokr = {"peft_type": "LOKR", "decompose_both": False, "decompose_factor": -1, **plain}
+    ranks = {"rank_pattern": {WIDE: 3}, "alpha_pattern": {WIDE: 3.0}}
+    expected = {
+        "LoHa core": {"peft_type": "LOHA", "r": 2, "alpha": 2.0, **plain, "use_effective_conv2d": True},
+        "LoKr": {**lokr, "r": 1, "alpha": 1.0, **ranks},
+        "LoKr factor": {**lokr, "r": 2, "alpha": 2.0, "decompose_factor": 4},
+        "LoKr both": {**lokr, "r": 2, "alpha": 2.0, "decompose_both": True},
+        "LoKr whole": {**lokr, "r": 4, "alpha": 4.0},  # a smaller rank would have factors
+    }
+    for case, values in expected.items():
+        safeload.convert(saved(tmp_path, of_lycoris(LYCORIS[case])), tmp_path / case, base=UNET)
+        assert settings(tmp_path / case) == values, case
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_other_kinds_keep_their_bits_under_names_of_kohya(case, tmp_path):
+    source, results = FOLDER / f"{case}.safetensors", [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for result in results:
+        safeload.convert(source, result, base=UNET, layout="kohya")
+    assert results[0].read_bytes() == results[1].read_bytes()
+    assert factors_in(results[0]) == factors_in(source)
+    before, after = (safeload.load(UNET, adapters=path, dtype="float32") for path in (source, results[0]))
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("case", ["unet_dora", "unet_locon_dora"])
+def test_norms_under_the_names_of_diffusers(case, tmp_path):
+    source, result = FOLDER / f"{case}.safetensors", tmp_path / "a.safetensors"
+    safeload.convert(source, result, base=UNET, layout="diffusers")
+    assert json.loads(safeload.open(result).metadata["lora_adapter_metadata"])["unet.use_dora"] is True
+    assert factors_in(result) == factors_in(source)
+    before, after = (safeload.load(UNET, adapters=path, dtype="float32") for path in (source, result))
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_norms_of_a_whole_weight_follow_its_rows(tmp_path):
+    """A single file has q, k and v as one weight, Diffusers each on its own."""
+    parts = {f"{IMG.replace('proj', 'qkv')}.{role}": value for role, value in lora(24, 8, dora_scale=(24, 1)).items()}
+    source = saved(tmp_path, parts)
+    safeload.convert(source, tmp_path / "peft", base=FLUX)
+    tensors = safeload.load(tmp_path / "peft")
+    own = (next(name for name in tensors if f"to_{part}.lora_magnitude" in name) for part in "qkv")
+    assert np.array_equal(
+        np.concatenate([tensors[name] for name in own]), parts[f"{IMG.replace('proj', 'qkv')}.dora_scale"][:, 0]
+    )
+    before, after = (safeload.load(FLUX, adapters=path, dtype="float32") for path in (source, tmp_path / "peft"))
+    for name, value in before.items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+NO_PLACE = {
+    "columns": (
+        {SQUARE: lora(dora_scale=(1, 8))},
+        None,
+        "with norms of its columns: PEFT's DoRA has norms of rows",
+    ),
+    "some norms": (
+        {SQUARE: lora(dora_scale=(8, 1)), WIDE: lora(64)},
+        None,
+        r"norms \(DoRA\) for LoRA alone, and for all",
+    ),
+    "norms of LoHa": ({SQUARE: loha(8, 8) | random(dora_scale=(8, 1))}, None, r"norms \(DoRA\) for LoRA alone"),
+    "two kinds": ({SQUARE: loha(8, 8), WIDE: lora(64)}, None, "by another kind than other modules"),
+    "some cores": ({"mid_block.resnets.1.conv1": loha(8, 72), KERNEL: tucker()}, None, "use_effective_conv2d"),
+    "other blocks": ({WIDE: random(lokr_w1=(2, 4), lokr_w2=(32, 2))}, None, "into other blocks than PEFT"),
+    "other factors": (
+        {WIDE: random(lokr_w1=(8, 2), lokr_w2_a=(8, 4), lokr_w2_b=(4, 4))},
+        None,
+        "with rank 4, which decides",
+    ),
+    "LoKr": (
+        {WIDE: random(lokr_w1=(8, 2), lokr_w2=(8, 4))},
+        "diffusers",
+        "is a LoKr, which pipelines of Diffusers do not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_PLACE)
+def test_kinds_without_a_place_in_a_tool(case, tmp_path):
+    modules, layout, message = NO_PLACE[case]
+    target = tmp_path / ("out" if layout is None else "out.safetensors")
+    with pytest.raises(safeload.UnsupportedError, match=message):
+        safeload.convert(saved(tmp_path, of_lycoris(modules)), target, base=UNET, layout=layout)
+    assert not target.exists()
+
+
+def test_a_scale_that_lycoris_ignores_is_refused(tmp_path):
+    safeload.convert(saved(tmp_path, of_lycoris(LYCORIS["LoKr whole"])), tmp_path / "peft", base=UNET)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({**config, "alpha": 2.0}))
+    with pytest.raises(safeload.UnsupportedError, match=r"of which LyCORIS ignores the scale, 0\.5"):
+        safeload.convert(tmp_path / "peft", tmp_path / "b.safetensors", base=UNET, layout="kohya")
+
+
+def test_rows_that_are_joined_have_no_form_but_for_lora(tmp_path):
+    """Norms of the rows beside those of q would have to be those of the base."""
+    module = "transformer_blocks.0.attn.to_q"
+    save_file(in_single(safeload.load(FLUX), "flux"), tmp_path / "single.safetensors")
+    for parts in (lora(dora_scale=(8, 1)), loha(8, 8)):
+        source = saved(tmp_path, of_lycoris({module: parts}))
+        with pytest.raises(safeload.UnsupportedError, match="whose rows are joined, divided or turned"):
+            safeload.convert(source, tmp_path / "b.safetensors", base=tmp_path / "single.safetensors", layout="kohya")
 
 
 def test_the_program_writes_the_names_of_a_tool(tmp_path, capsys):

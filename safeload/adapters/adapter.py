@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..core.arrays import Array
 from ..core.checkpoint import Checkpoint
 from ..core.files import Location, read_json
 from ..core.forking import cached_property
@@ -22,9 +23,10 @@ from ..core.registry import GGUF
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.module_names import adapter_kind, diffusion_writer, foreign_kind, unwrapped
+from ..quant.finder import CONV1D
 from ..quant.patterns import compiled
 from . import diffusion, kinds
-from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, SCALE, TOKENS, VALUE, A, B, changing
+from .kinds import BIAS, CORE, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, SCALE, TOKENS, VALUE, A, B, changing
 
 # The files of PEFT, and the beginning of the names in them.
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -33,8 +35,6 @@ PREFIX = "base_model.model."
 # ---- settings ----
 
 _MAX_RANK = 1 << 20
-# Limit on the powers of a matrix that approximate a rotation.
-_MAX_TERMS = 1000
 # Initializations that change the base, unless the adapter was converted after training.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Settings for further targets in the base, and for more than s * B A or a base changed before training.
@@ -194,7 +194,7 @@ _DIFFUSION = {
     ".dora_scale": SCALE,
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
-    ".lora_mid.weight": "lora_mid",
+    ".lora_mid.weight": CORE,
     **{f".hada_{role}": f"hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
     **{f".lokr_{role}": f"lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
     ".down.weight": A,
@@ -235,19 +235,22 @@ class Adapter:
     """
 
     writer = ""
-    mlx = False  # factors are transposed
-    for_diffusion = False  # only a base with known names of diffusion models fits
     kind = kinds.KINDS["LORA"]
     other_kinds: tuple[kinds.AdapterKind, ...] = ()  # that modules may have too
     settings: Mapping[str, Any] = MappingProxyType({})  # of the kind
     kept: Mapping[str, int] = MappingProxyType({})  # ranks after training, by module
-    gguf = False  # llama.cpp's names and rows, see `safeload.conversion.adapter_forms`
+    by_module = True  # a module changes alone, without the one it is tied to, and can have a trained copy
+    joins_stacks = True  # a pair of matrices has the factors of all matrices in a stack
+    of_transformers = True  # its model stores the weights of Conv1D as [in, out], like transformers
+    norms_of_outputs = True  # DoRA has a norm for each output of a module; False: for each row of its weight
+    outer = 0  # the axis of B with the outputs
+    ends = re.compile(r"\.")  # separators in a module's name; the name of the layer follows the last
+    dora_key = "use_dora"
     fit: Fit | None = None  # the base tensors of all modules, if they are known
     default_rank: int | None = None  # None: only the shapes tell
     alpha = 1.0
     dora: bool | None = False  # rows are rescaled to magnitudes; None: where a module has them
     rslora = False  # the factor is alpha / sqrt(r) instead of alpha / r
-    turns = True  # whether the base can store weights as [in, out], which shapes and names tell
     transposed = False  # weights of the base are [in, out]
     ranks: Mapping[str, float] = MappingProxyType({})
     alphas: Mapping[str, float] = MappingProxyType({})
@@ -262,6 +265,9 @@ class Adapter:
         self.config, self.config_at = config, config_at
         self.read_settings(config, config_at.shown)
         self.modules = self._modules()
+        roles = {role for parts in self.modules.values() for role in parts}
+        if self.kind.problem is not None and (problem := self.kind.problem(roles, config, self.settings)) is not None:
+            raise error_about(UnsupportedError, problem, path=config_at.shown)
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the attributes that the dialect has, and refuse what it has besides LoRA."""
@@ -306,7 +312,7 @@ class Adapter:
         stored = self.modules.get(name, {}).get(VALUE)
         outer = accumulate(name.split(".")[:-1], "{}.{}".format)  # the module and the modules around it
         trained = stored is not None and (_SAVED in stored or any(module.endswith(self.saved) for module in outer))
-        return trained and not self.mlx
+        return trained and self.by_module
 
     @cached_property
     def tokens(self) -> dict[str, tuple[int, ...]]:
@@ -317,15 +323,41 @@ class Adapter:
             tokens[parts[TOKENS]] = self.indices[max(ends, key=len)] if ends else ()
         return tokens
 
+    def turns(self, module: str) -> bool:
+        """Return whether the base can store the weight of a module as [in, out], which shapes and names tell."""
+        return True
+
+    def sizes(self, module: str) -> tuple[int, int] | None:
+        """Return the rows of B and the columns of A, or None if a module lacks two matrices."""
+        shapes = self.shapes(self.modules[module])
+        a, b = shapes.get(A, ()), shapes.get(B, ())
+        return (b[self.outer], a[1 - self.outer]) if len(a) == len(b) == 2 else None
+
+    def expected(
+        self, shape: kinds.Shape, a: kinds.Shape, *, parameter: bool, turned: bool, embeds: bool
+    ) -> tuple[bool, bool, kinds.Shape, kinds.Shape]:
+        """Return whether a weight is a stack, whether its rows are the columns of A, and the shapes of A and B.
+
+        ``a`` is the shape of A. A ``parameter`` is none of a module's weights, and can be a stack.
+        """
+        stacked = parameter and len(shape) == 3
+        if len(shape) > 2 and not parameter:  # a convolution
+            return False, turned, (a[0], *shape[1:]), (shape[0], a[0], *(1 for _ in shape[2:]))
+        sizes = shape[1:] if stacked else shape
+        outer, inner = sizes[::-1] if turned else sizes
+        return stacked, turned, (a[0], inner), (outer, a[0])
+
+    def matrices(self, a: Array, b: Array, count: int) -> tuple[Array, Array]:
+        """Return A and B of a number of matrices, [matrices, r, columns] and [matrices, rows, r]."""
+        rank, columns = len(a) // count, math.prod(a.shape[1:])  # rows of A matrix by matrix, columns of B rank by rank
+        return a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
+
+    def leave_out(self, modules: dict[str, Mapping[str, str]], known: diffusion.Names | None, title: str) -> None:
+        """Leave out modules without a place in the base; ``known`` has the places of a diffusion model."""
+
     def rank(self, module: str) -> int:
         """Return the rank of a module that changes a weight, summed over the matrices of a stack; 0 if it has none."""
-        shapes = self.shapes(self.modules[module])
-        if self.gguf:
-            return sum(shapes[B][-1:])
-        if self.mlx or EMBEDDING_A in shapes:
-            shape = shapes.get(EMBEDDING_A, shapes.get(A, ()))
-            return sum(shape[1:2] if self.mlx else shape[:1])
-        rank = kinds.rank_of(shapes)
+        rank = kinds.rank_of(self.shapes(self.modules[module]))
         return int(_of_module(self.ranks, "rank_pattern", module, self.default_rank or 0)) if rank is None else rank
 
     def _modules(self) -> dict[str, dict[str, str]]:
@@ -360,7 +392,7 @@ class Adapter:
             if parts.keys() & {A, EMBEDDING_A} and self.dora not in (None, MAGNITUDE in parts):
                 state = "no magnitude" if self.dora else "a magnitude"
                 text = f"the module of tensor {show(next(iter(parts.values())))} has {state}, which contradicts "
-                raise FormatError(text + show("fine_tune_type" if self.mlx else "use_dora"), checkpoint.path)
+                raise FormatError(text + show(self.dora_key), checkpoint.path)
             if changing(parts):
                 parts.update({role: name for role, name in shared.items() if role not in parts})
             if changing(parts) and kinds.kind_of(parts) not in (self.kind, *self.other_kinds):
@@ -405,17 +437,6 @@ class Adapter:
 class _PeftAdapter(Adapter):
     writer = "PEFT"
 
-    def __init__(self, checkpoint: Checkpoint, weight: float, config: Mapping[str, Any], config_at: Location) -> None:
-        super().__init__(checkpoint, weight, config, config_at)
-        path = config_at.shown
-        rotates = any(parts.keys() & {"oft_R", "oft_embedding_R"} for parts in self.modules.values())
-        developed = re.match(r"0\.(\d|1[0-7])\.", str(self.settings.get("peft_version")), re.ASCII)
-        if rotates and ((key := "use_cayley_neumann") not in config or (self.settings[key] and developed)):
-            text = f'"{key}" and "peft_version" of released versions of PEFT are needed: rotations are ambiguous'
-            raise error_about(UnsupportedError, text, path=path)
-        if rotates and self.settings[key := "num_cayley_neumann_terms"] > _MAX_TERMS:
-            raise error_about(UnsupportedError, f'"{key}" is more than {_MAX_TERMS}', path=path)
-
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         _check_method(config, path)
         kind = self.kind = kinds.KINDS.get(config["peft_type"], self.kind)
@@ -456,7 +477,9 @@ class _PeftAdapter(Adapter):
 
 
 class _MlxAdapter(Adapter):
-    writer, mlx = "MLX", True
+    writer, dora_key = "MLX", "fine_tune_type"
+    by_module = joins_stacks = of_transformers = norms_of_outputs = False
+    outer = 1
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         kind, inner = config.get("fine_tune_type", "lora"), config.get("lora_parameters")
@@ -471,13 +494,34 @@ class _MlxAdapter(Adapter):
     def parse_name(self, name: str) -> tuple[str, str]:
         return self.factor_of(name, "", _MLX_ROLE, _MLX, _WRAPPED)
 
+    def turns(self, module: str) -> bool:
+        return module.rpartition(".")[2] in CONV1D
+
+    def expected(
+        self, shape: kinds.Shape, a: kinds.Shape, *, parameter: bool, turned: bool, embeds: bool
+    ) -> tuple[bool, bool, kinds.Shape, kinds.Shape]:
+        rank = a[1]
+        if len(shape) == 3:
+            return True, False, (shape[0], rank, shape[2]), (*shape[:2], rank)
+        rows, columns = shape[0], math.prod(shape[1:])
+        linear = a == (columns, rank) and not embeds
+        if a == (rows, rank) and (turned or not linear):  # such as an embedding
+            return False, True, (rows, rank), (rank, columns)
+        return False, False, (columns, rank), (rank, rows)
+
+    def matrices(self, a: Array, b: Array, count: int) -> tuple[Array, Array]:
+        return (a.T[None], b.T[None]) if a.ndim == 2 else (a, b)
+
+    def rank(self, module: str) -> int:
+        return sum(self.shapes(self.modules[module]).get(A, ())[1:2])
+
     def scaling(self, module: str, rank: int | None, tensor: str) -> float:
         return self.alpha * self.weight
 
 
 class _DiffusionAdapter(Adapter):
-    for_diffusion, turns, dora = True, False, None
-    other_kinds = (kinds.KINDS["LOHA"], kinds.KINDS["LOKR"])
+    dora, other_kinds = None, kinds.OF_LYCORIS
+    ends = re.compile(r"\.|_[0-9]+_")  # kohya writes "_" for "."
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""
@@ -506,6 +550,26 @@ class _DiffusionAdapter(Adapter):
                 text = f"belongs to {kind}, which safeload does not merge"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
         return diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
+
+    def turns(self, module: str) -> bool:
+        return False
+
+    def leave_out(self, modules: dict[str, Mapping[str, str]], known: diffusion.Names | None, title: str) -> None:
+        """Leave out the modules of parts of a pipeline outside the base, such as its text encoders."""
+        left = [module for module in modules if known is None or known.lacks(module)]
+        first = next((next(iter(modules[module].values())) for module in left), None)
+        for module in left:
+            modules.pop(module)
+        if left and not modules:
+            text = f"of the adapter belongs to a part of a pipeline that {title} does not have, as do all its others"
+            if known is None:
+                text = f"belongs to an adapter of {self.writer}, which needs a diffusion model, and {title} has no "
+                text += "names of one that safeload knows (sd1, sdxl, sd3, flux, wan)"
+            raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=first)
+        if left:
+            which = f"{len(left)} of {len(left) + len(modules)} modules, such as that of {show(first)}"
+            text = "%s: left out %s: %s does not have the parts of the pipeline that they change"
+            warning(text, self.checkpoint.path, which, title)
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Take the alphas out of the tensors that change weights."""
@@ -569,7 +633,7 @@ def _settings_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
 class _LlamaCppAdapter(Adapter):
     """An adapter in a GGUF file, configured by its metadata."""
 
-    writer, gguf = "llama.cpp", True
+    writer = "llama.cpp"
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
@@ -593,6 +657,14 @@ class _LlamaCppAdapter(Adapter):
     def scaling(self, module: str, rank: int | None, tensor: str) -> float:
         assert rank is not None
         return (self.alpha / rank if self.alpha else 1.0) * self.weight  # llama.cpp takes an alpha of 0 for none
+
+    def rank(self, module: str) -> int:
+        return sum(self.shape(self.modules[module][B])[-1:])
+
+
+def in_gguf(adapter: Adapter) -> bool:
+    """Return whether an adapter has llama.cpp's names and rows, see `safeload.conversion.adapter_forms`."""
+    return adapter.checkpoint.format == GGUF
 
 
 def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:

@@ -21,8 +21,8 @@ from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_
 from ..quant.finder import CONV1D, CONV1D_MODELS
 from . import diffusion, kinds
 from .adapter import Adapter, Fit
-from .diffusion import Assembled
-from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, TOKENS, VALUE, A, B, changing
+from .diffusion import Assembled, Piece
+from .kinds import BIAS, EMBEDDING_A, EMBEDDING_B, TOKENS, VALUE, A, changing
 
 # ---- what an adapter changes ----
 
@@ -107,7 +107,7 @@ def modules_by_tensor(adapter: Adapter, find: Callable[[str], Any]) -> dict[str,
 
 def _changed_alone(adapter: Adapter, own: Mapping[str, Sequence[str]], pair: tuple[str, str]) -> str | None:
     """Return the changed tensor of a tied pair, or None if the adapter changes neither or both."""
-    if adapter.mlx:  # its embeddings are their own heads
+    if not adapter.by_module:  # its embeddings are their own heads
         return None
     modules = [(name, module) for name in pair for module in own.get(name, ())]
     factors = [name for name, module in modules if changing(adapter.modules[module])]
@@ -166,11 +166,13 @@ class Apart(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return *([self.experts] if self.experts else []), len(self.layers) * self.rows, self.columns
 
-    def tensors(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each stored tensor with its expert and its first row in the expert's matrix."""
+    def tensors(self) -> Iterator[Piece]:
+        """Yield each stored tensor with its expert and its rows in the expert's matrix."""
         for expert in range(self.experts or 1):  # without `product`, which would store all numbers that a plan names
             outer = f"{self.outer}.{expert}" if self.experts else self.outer
-            yield from ((f"{outer}.{layer}.weight", expert, k * self.rows) for k, layer in enumerate(self.layers))
+            for k, layer in enumerate(self.layers):
+                rows = slice(k * self.rows, (k + 1) * self.rows)
+                yield f"{outer}.{layer}.weight", (self.rows, self.columns), (expert, rows), None
 
 
 # Where a tensor of the model is stored, if under its own name, then as a str.
@@ -218,7 +220,7 @@ class Base:
         for adapter, module, value in values:
             place, shape = self.find(module), adapter.shape(value)
             row: dtypes.Dtype | None = dtypes.parse(adapter.checkpoint.tensors[value].dtype)
-            if adapter.mlx or row is None or not row.floating or module in self.unmapped:
+            if not adapter.by_module or row is None or not row.floating or module in self.unmapped:
                 continue
             if place in heads.added or (place is None and self._is_task_head(adapter, module)):
                 place = module
@@ -327,7 +329,7 @@ class Base:
 
     def _with_sizes(self, apart: Apart) -> Apart | None:
         """Return tensors with their common shape, or None if they are no matrices of one shape."""
-        names = [stored for stored, _, _ in apart.tensors()]
+        names = [stored for stored, *_ in apart.tensors()]
         shapes = {self._shape(stored) for stored in names} if all(name in self.names for name in names) else ()
         matrices = len(shapes) == 1 and len(shape := next(iter(shapes))) == 2
         return apart._replace(rows=shape[0], columns=shape[1]) if matrices else None
@@ -355,12 +357,11 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     parameters = _parameters(adapter, base, unclear)
     turned: dict[str, bool | None] = {}  # whether a weight is stored as [in, out]; None if it is square
     for module, parts in adapter.modules.items():
-        name, sizes = parameters.get(module, f"{module}.weight"), _sizes(adapter, module)
+        name, sizes = parameters.get(module, f"{module}.weight"), adapter.sizes(module)
         whole = module if VALUE in parts else f"{module}.bias" if BIAS in parts else name
         base.find(whole)  # so that a base with unclear names is refused at once
         turns = "fan_in_fan_out" in (adapter.kind.known or ()) and bool(changing(parts))
-        plain = not adapter.turns or (adapter.mlx and _last(module) not in CONV1D)
-        if plain or (sizes is None and not turns) or module in unclear or not base.find(name):
+        if not adapter.turns(module) or (sizes is None and not turns) or module in unclear or not base.find(name):
             continue
         shape = base.shape(name)
         # PEFT never transposes one expert.
@@ -389,20 +390,9 @@ def fitted(adapter: Adapter, base: Base) -> Fit:
     return Fit(parameters, transposed, unclear)
 
 
-def _sizes(adapter: Adapter, module: str) -> tuple[int, ...] | None:
-    """Return the rows of B and the columns of A, or None if the module lacks two matrices."""
-    parts = adapter.modules[module]
-    if not {A, B} <= parts.keys():
-        return None
-    a, b = adapter.shape(parts[A]), adapter.shape(parts[B])
-    if len(a) != 2 or len(b) != 2:
-        return None
-    return (b[1], a[0]) if adapter.mlx else (b[0], a[1])
-
-
 def _parameters(adapter: Adapter, base: Base, unclear: dict[str, str]) -> dict[str, str]:
     """Return the tensors named by ``target_parameters``, and MLX's stacks of separate experts, by module."""
-    if adapter.mlx:
+    if not adapter.joins_stacks:
         stacks = {module: f"{module}.weight" for module in adapter.modules if STACK in module}
         return {module: name for module, name in stacks.items() if isinstance(base.find(name), Apart)}
     if not adapter.parameters:
@@ -459,7 +449,7 @@ def _matched(
 
 
 def _suits(adapter: Adapter, module: str, shape: tuple[int, ...]) -> bool:
-    sizes = _sizes(adapter, module)
+    sizes = adapter.sizes(module)
     return sizes == shape if len(shape) == 2 else len(shape) == 3 and sizes in (shape[1:], shape[:0:-1])
 
 
@@ -491,11 +481,11 @@ def _guesses(
         if module in parameters:
             known = {True} if model_type in _IN_FIRST else set()
             choices = [experts.get(outermost(module), set()), every_expert, known]
-        elif model_type in CONV1D_MODELS and not adapter.mlx:
+        elif model_type in CONV1D_MODELS and adapter.of_transformers:
             choices = [{last in CONV1D}]
         else:
             choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
-            unknown = adapter.mlx and model_type in (None, *CONV1D_MODELS)  # of MLX, which turns them, or transformers
+            unknown = not adapter.of_transformers and model_type in (None, *CONV1D_MODELS)
             if every_layer <= {flag} and not (unsure and last in CONV1D) and not unknown:
                 choices.append({flag})
         guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..core.files import read_data
 from ..core.text import show
@@ -26,17 +26,22 @@ _MODEL = ""
 _END = re.compile(r"[._](weight|bias)\Z")
 
 
+# A stored tensor in a place: name, shape, number of the matrix there with the rows in it, and the tensor it is part of.
+Piece: TypeAlias = tuple[str, tuple[int, ...], tuple[int, slice], Divided | None]
+
+
 class Assembled(NamedTuple):
     """A tensor of the model that consists of stored tensors, or of parts of their rows, below each other."""
 
     pieces: Sequence[tuple[str, int, int, int]]  # stored tensor, part and number of parts as in `Divided`, and rows
     shape: Sequence[int]
 
-    def ranges(self) -> Iterator[tuple[Divided, slice]]:
-        """Yield each piece with the range of its rows in the tensor of the model."""
+    def tensors(self) -> Iterator[Piece]:
+        """Yield each stored tensor with its rows in the tensor of the model."""
         begin = 0
         for stored, number, parts, rows in self.pieces:
-            yield Divided(stored, number, parts), slice(begin, begin + rows)
+            divided = Divided(stored, number, parts) if parts > 1 else None
+            yield stored, (rows * parts, *self.shape[1:]), (0, slice(begin, begin + rows)), divided
             begin += rows
 
 

@@ -7,6 +7,7 @@ settings in a row.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ TOKENS = "rows of tokens"
 EMBEDDING_ROLES = frozenset((EMBEDDING_A, "oft_embedding_R"))  # of embeddings
 # Norms of the rows or of the columns, by their shape, in place of PEFT's magnitudes (LyCORIS).
 SCALE = "dora_scale"
+CORE = "lora_mid"  # of a Tucker decomposition
 # Roles beside the change of a module, or in place of values of the base.
 _BESIDE = frozenset((MAGNITUDE, SCALE, BIAS, VALUE, TOKENS, "alpha"))
 
@@ -233,6 +235,9 @@ def _ia3(place: Place, scaling: float, parts: Arrays) -> Step:
 
 # ---- OFT and BOFT ----
 
+# Limit on the powers of a matrix that approximate a rotation.
+_MAX_TERMS = 1000
+
 
 def _cayley(skew: Array) -> Array:
     """Return the rotations (I - S) / (I + S) of skew-symmetric matrices."""
@@ -272,6 +277,17 @@ def _oft_needs(shapes: Shapes, place: Place) -> dict[str, Shape]:
     if role == "oft_r":
         return {role: (count, size, size), "oft_s": (rows, 1)}
     return {role: (count, size * (size - 1) // 2)}
+
+
+def _oft_problem(roles: Collection[str], config: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """Return why settings do not tell the rotations, which PEFT computes since version 0.16."""
+    if not {"oft_R", "oft_embedding_R"} & set(roles):
+        return None
+    neumann, terms = "use_cayley_neumann", "num_cayley_neumann_terms"
+    developed = re.match(r"0\.(\d|1[0-7])\.", str(settings["peft_version"]), re.ASCII)
+    if neumann not in config or (settings[neumann] and developed):
+        return f'"{neumann}" and "peft_version" of released versions of PEFT are needed: rotations are ambiguous'
+    return f'"{terms}" is more than {_MAX_TERMS}' if settings[terms] > _MAX_TERMS else None
 
 
 def _oft(place: Place, scaling: float, parts: Arrays) -> Step:
@@ -367,6 +383,8 @@ class AdapterKind(NamedTuple):
     alpha_key: str | None = None  # without it, the weight of the adapter alone scales the change
     settings: Mapping[str, Any] = {}  # other settings with an effect on values, with PEFT's defaults
     scales: bool = True  # the weight of an adapter may be other than 1
+    # Why an adapter cannot be merged, from the roles in its modules, its whole configuration and its settings.
+    problem: Callable[[Collection[str], Mapping[str, Any], Mapping[str, Any]], str | None] | None = None
 
     def fits(self, shapes: Shapes, place: Place) -> bool:
         """Return whether a module has the shapes of its place."""
@@ -374,7 +392,7 @@ class AdapterKind(NamedTuple):
         return all(shapes[role] == shape for role, shape in needed.items())
 
 
-_LORA = (frozenset((A, B)), frozenset((A, B, "lora_mid")), frozenset((EMBEDDING_A, EMBEDDING_B)))
+_LORA = (frozenset((A, B)), frozenset((A, B, CORE)), frozenset((EMBEDDING_A, EMBEDDING_B)))
 _HADA = "hada_w1_a hada_w1_b hada_w2_a hada_w2_b"
 _OUTER, _INNER = ("lokr_w1", "lokr_w1_a lokr_w1_b"), ("lokr_w2", "lokr_w2_a lokr_w2_b", "lokr_w2_a lokr_w2_b lokr_t2")
 _LOKR = _forms(*(f"{outer} {inner}" for outer in _OUTER for inner in _INNER))
@@ -398,7 +416,7 @@ _VERSION = {"peft_version": None}
 SHARED = ("vera_A", "vera_B")
 _VERA = _forms(f"vera_lambda_b vera_lambda_d {' '.join(SHARED)}")
 # Roles whose first axis is the rank; the first in a module counts.
-_RANKED = (A, "vera_lambda_d", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+_RANKED = (A, EMBEDDING_A, "vera_lambda_d", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 
 KINDS: Mapping[str, AdapterKind] = {
     "LORA": AdapterKind("LoRA", _LORA, rank_key=("r", 8), alpha_key="lora_alpha"),
@@ -412,10 +430,19 @@ KINDS: Mapping[str, AdapterKind] = {
     "LOKR": AdapterKind("LoKr", _LOKR, _lokr_needs, _lokr, _OF_LOKR, ("r", 8), "alpha", _VERSION),
     "IA3": AdapterKind("IA3", _forms("ia3_l"), _ia3_needs, _ia3, _OF_IA3, settings=_IA3, scales=False),
     "OFT": AdapterKind(
-        "OFT", _forms("oft_R", "oft_embedding_R", "oft_r oft_s"), _oft_needs, _oft, _OF_OFT, settings=_OFT, scales=False
+        "OFT",
+        _forms("oft_R", "oft_embedding_R", "oft_r oft_s"),
+        _oft_needs,
+        _oft,
+        _OF_OFT,
+        settings=_OFT,
+        scales=False,
+        problem=_oft_problem,
     ),
     "BOFT": AdapterKind("BOFT", _forms("boft_R boft_s"), _boft_needs, _boft, _OF_BOFT, settings=_BOFT, scales=False),
 }
+
+OF_LYCORIS = (KINDS["LOHA"], KINDS["LOKR"])
 
 
 def rank_of(shapes: Shapes) -> int | None:

@@ -30,7 +30,7 @@ from ..core.text import error_about, show, similar, warning
 from ..errors import FormatError, SafeloadError, TensorNotFoundError, UnsupportedError
 from ..models.renamed import Divided
 from . import kinds
-from .adapter import CONFIG, Adapter, Fit, listed, opened
+from .adapter import CONFIG, Adapter, Fit, in_gguf, listed, opened
 from .base import AdapterTarget, Apart, Base, Heads, fitted, heads_of, modules_by_tensor
 from .diffusion import Assembled
 from .kinds import Place, Step
@@ -105,6 +105,17 @@ class Change(NamedTuple):
     step: Callable[[Mapping[str, Array]], Step] | None = None  # of the tensors of another kind than LoRA
 
 
+@contextmanager
+def collecting(problems: list[SafeloadError] | None) -> Iterator[None]:
+    """Add an error to problems, or raise it if there is no list."""
+    try:
+        yield
+    except SafeloadError as error:
+        if problems is None:
+            raise
+        problems.append(error)
+
+
 class Merge:
     """Adapters fitted to a base, or with ``fits`` to a part of it, which may lack tensors of their modules."""
 
@@ -124,46 +135,19 @@ class Merge:
         self.changes: dict[str, list[Change]] = {head: [] for head in heads.untied}
         tied = [two for pair in heads.pairs.items() for two in (pair, pair[::-1])]
         modules = [self._with_tied(adapter, tied) for adapter in adapters]
-        try:
+        with collecting(problems):
             for adapter, own in zip(adapters, modules, strict=True):
-                self._leave_out(adapter, own)
+                if not base.is_part:
+                    adapter.leave_out(own, base.diffusion, base.title)
             base.grow(zip(adapters, modules, strict=True), heads)
-        except SafeloadError as error:
-            if problems is None:
-                raise
-            problems.append(error)
         self.fits = [fitted(adapter, base) for adapter in adapters] if fits is None else fits
         for adapter, fit, own in zip(adapters, self.fits, modules, strict=True):
             for module, parts in own.items():
-                try:
+                with collecting(problems):
                     self._fit(adapter, fit, module, parts)
-                except SafeloadError as error:  # noqa: PERF203
-                    if problems is None:
-                        raise
-                    problems.append(error)
 
     def __contains__(self, name: object) -> bool:
         return name in self.changes
-
-    def _leave_out(self, adapter: Adapter, modules: dict[str, Mapping[str, str]]) -> None:
-        """Leave out the modules of parts of a pipeline that the base does not have, such as its text encoders."""
-        if not adapter.for_diffusion or self.base.is_part:
-            return
-        known, title = self.base.diffusion, self.base.title
-        left = [module for module in modules if known is None or known.lacks(module)]
-        first = next((next(iter(modules[module].values())) for module in left), None)
-        for module in left:
-            modules.pop(module)
-        if left and not modules:
-            text = f"of the adapter belongs to a part of a pipeline that {title} does not have, as do all its others"
-            if known is None:
-                text = f"belongs to an adapter of {adapter.writer}, which needs a diffusion model, and {title} has no "
-                text += "names of one that safeload knows (sd1, sdxl, sd3, flux, wan)"
-            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=first)
-        if left:
-            which = f"{len(left)} of {len(left) + len(modules)} modules, such as that of {show(first)}"
-            text = "%s: left out %s: %s does not have the parts of the pipeline that they change"
-            warning(text, adapter.checkpoint.path, which, title)
 
     def _with_tied(self, adapter: Adapter, tied: Iterable[tuple[str, str]]) -> dict[str, Mapping[str, str]]:
         """Return modules: a tensor or rows that replace one of two tied tensors replace both."""
@@ -197,19 +181,20 @@ class Merge:
             if kinds.VALUE in roles and model_name in base.turned:
                 text = f"of the adapter replaces {show(model_name)}, which {base.title} stores transposed"
                 raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=roles[kinds.VALUE])
-            if isinstance(place, Apart) and (module in fit.parameters or (not place.experts and kinds.changing(roles))):
+            alone = not isinstance(place, Apart) or (not place.experts and bool(kinds.changing(roles)))
+            if isinstance(place, (Apart, Assembled)) and (alone or module in fit.parameters):
                 change = None
                 # The other tensors belong to another piece.
-                for name, expert, begin in (each for each in place.tensors() if each[0] in base.names):
-                    target = base.target(name)
-                    if target.shape != (place.rows, place.columns):  # a plan can say anything
-                        needed = [place.rows, place.columns]
-                        text = f"is {list(target.shape)}, but the stack {show(model_name)} needs {needed}"
-                        raise error_about(FormatError, text, path=base.title, tensor=name)
+                for stored, shape, part, divided in (each for each in place.tensors() if each[0] in base.names):
+                    target = base.target(stored)
+                    if target.shape != shape:  # a plan can say anything
+                        which = f"the stack {show(model_name)}" if isinstance(place, Apart) else show(model_name)
+                        text = f"is {list(target.shape)}, but {which} needs {list(shape)}"
+                        raise error_about(FormatError, text, path=base.title, tensor=stored)
                     if change is None:
-                        whole = target._replace(name=model_name, shape=place.shape)
+                        whole = target._replace(name=model_name, shape=tuple(place.shape))
                         change = self._change(adapter, fit, module, roles, whole)
-                    self._add(name, change._replace(stacked=False, part=(expert, slice(begin, begin + place.rows))))
+                    self._add(stored, change._replace(stacked=False, part=part, divided=divided))
             elif isinstance(place, Divided):
                 if place.stored in base.names:
                     target = base.target(place.stored)
@@ -220,18 +205,6 @@ class Merge:
                     target = target._replace(name=model_name, shape=(rows // place.parts, *target.shape[1:]))
                     change = self._change(adapter, fit, module, roles, target)
                     self._add(place.stored, change._replace(divided=place))
-            elif isinstance(place, Assembled):
-                change = None
-                for piece, own in (each for each in place.ranges() if each[0].stored in base.names):
-                    target, height = base.target(piece.stored), (own.stop - own.start) * piece.parts
-                    if target.shape != (height, *place.shape[1:]):  # a plan can say anything
-                        text = f"is {list(target.shape)}, but {show(model_name)} needs {height} rows"
-                        raise error_about(FormatError, text, path=base.title, tensor=piece.stored)
-                    if change is None:
-                        whole = target._replace(name=model_name, shape=tuple(place.shape))
-                        change = self._change(adapter, fit, module, roles, whole)
-                    divided = piece if piece.parts > 1 else None
-                    self._add(piece.stored, change._replace(part=(0, own), divided=divided))
             elif isinstance(place, str) and (place in base.names or place in base.grown):
                 target = base.target(place)._replace(name=model_name)
                 self._add(place, self._change(adapter, fit, module, roles, target))
@@ -242,7 +215,7 @@ class Merge:
         self, adapter: Adapter, fit: Fit, module: str, parts: Mapping[str, str], target: AdapterTarget
     ) -> Change:
         """Return the change of a base tensor by a module of an adapter; refuse shapes that do not fit."""
-        shape, mlx, path = target.shape, adapter.mlx, adapter.checkpoint.path
+        shape, path = target.shape, adapter.checkpoint.path
         shapes = adapter.shapes(parts)
 
         def refused(part: str, text: str) -> UnsupportedError:
@@ -277,7 +250,7 @@ class Merge:
                     text = f"has token {max(tokens)}, but {show(target.name)} of {self.base.title} has {shape[0]} rows"
                 raise refused(kinds.TOKENS, text)
             return Change(adapter, parts)
-        parameter = module in fit.parameters and not mlx
+        parameter = module in fit.parameters and adapter.joins_stacks
         if parameter and (adapter.dora or kinds.BIAS in parts):
             text = f"changes the parameter {show(target.name)}, for which PEFT has neither DoRA nor lora_bias"
             raise refused(kinds.A, text)
@@ -306,34 +279,26 @@ class Merge:
             need(len(shapes[part]) > 1, part, "two axes")
         need(not parameter or len(shape) in (2, 3), a, "a base of two or three axes")
         need(len(shape) > 1, a, "a base of two axes or more")
-        stacked = len(shape) == 3 and (mlx or parameter)
+        turned = a == kinds.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
+        stacked, by_columns, *needed = adapter.expected(
+            shape, shapes[a], parameter=parameter, turned=turned, embeds=target.name.endswith(_EMBEDDINGS)
+        )
         count, (rows, columns) = (shape[0], shape[1:]) if stacked else (1, _flat(shape))
-        total = shapes[a][1 if mlx else 0]
+        total = adapter.rank(module)
         divides = not parameter or (count > 0 and total % count == 0)
         need(divides, kinds.A, f"a multiple of {count} rows, equally many for each matrix")
-        rank = total // count if parameter else total
-        by_columns = a == kinds.EMBEDDING_A or (module in fit.transposed and (parameter or len(shape) == 2))
-        if mlx and not stacked:
-            linear = shapes[a] == (columns, rank) and not target.name.endswith(_EMBEDDINGS)
-            by_columns = shapes[a] == (rows, rank) and (not linear or module in fit.transposed)
-        elif kinds.MAGNITUDE in parts and stacked:
+        if kinds.MAGNITUDE in parts and stacked:
             raise refused(kinds.MAGNITUDE, f"changes the stack {show(target.name)}, for which MLX has no DoRA")
-        inner, outer = (rows, columns) if by_columns else (columns, rows)
-        needed: tuple[tuple[int, ...], ...] = (total, inner), (outer, total)
-        if mlx:  # [in, r] and [r, out]; for an embedding [vocabulary, r] and [r, dim]
-            needed = ((count, rank, inner), (count, outer, rank)) if stacked else ((inner, rank), (rank, outer))
-        elif len(shape) > 2 and not parameter:  # a convolution
-            ones = tuple(1 for _ in shape[2:])
-            needed = (rank, *shape[1:]), (outer, rank, *ones)
-            if "lora_mid" in parts:  # LyCORIS's Tucker decomposition
-                needed = (rank, shape[1], *ones), (outer, rank, *ones)
+        rank, ones = total // count if parameter else total, tuple(1 for _ in shape[2:])
+        if kinds.CORE in parts:  # LyCORIS's Tucker decomposition
+            needed = [(rank, shape[1], *ones), (shape[0], rank, *ones)]
         for part, expected in zip((a, b), needed, strict=True):
             need(shapes[part] == expected, part, str(list(expected)))
-        if "lora_mid" in parts:
+        if kinds.CORE in parts:
             core = (rank, rank, *shape[2:])
-            need(len(shape) > 2 and shapes["lora_mid"] == core, "lora_mid", f"{list(core)}, and a convolution")
+            need(len(shape) > 2 and shapes[kinds.CORE] == core, kinds.CORE, f"{list(core)}, and a convolution")
         if kinds.MAGNITUDE in parts:
-            norms = columns if by_columns and not mlx else rows
+            norms = columns if by_columns and adapter.norms_of_outputs else rows
             need(math.prod(shapes[kinds.MAGNITUDE]) == norms, kinds.MAGNITUDE, f"{norms} norms")
         scaling = adapter.scaling(target.name if parameter else module, rank, parts[a])
         return Change(adapter, parts, scaling, by_columns, stacked, count)
@@ -448,8 +413,8 @@ class Merge:
             bias = load(kinds.BIAS)[kinds.BIAS].reshape(-1, 1)
             return lambda number: Step(((bias, np.ones((1, 1), dtype)),), change.scaling)
         left, right = self.factors_of(change, dtype)
-        if "lora_mid" in parts:
-            right = kinds.with_core(load("lora_mid")["lora_mid"], right[0])[None]
+        if kinds.CORE in parts:
+            right = kinds.with_core(load(kinds.CORE)[kinds.CORE], right[0])[None]
         return lambda number: Step(((left[number], right[number]),), change.scaling)
 
 
@@ -468,7 +433,7 @@ def _with_norms(
     role = kinds.SCALE if kinds.SCALE in change.parts else kinds.MAGNITUDE
     name = change.parts[role]
     (magnitude,) = _values(change.adapter, [name], target.work.name)
-    by_columns = change.by_columns and not change.adapter.mlx  # MLX has a norm for each row of an embedding
+    by_columns = change.by_columns and change.adapter.norms_of_outputs
     if role == kinds.SCALE:
         by_columns = magnitude.shape[:1] == (1,) != target.shape[:1]
     magnitude = magnitude.reshape(-1).astype(np.float64)
@@ -623,11 +588,7 @@ def _factors(
 ) -> tuple[Array, Array]:
     """Return the factors of a number of matrices, [matrices, rows, r] and [matrices, r, columns]."""
     a, b = _values(adapter, [name_a, name_b], dtype)
-    if not adapter.mlx:  # rows of A matrix by matrix, columns of B rank by rank
-        rank, columns = len(a) // count, math.prod(a.shape[1:])
-        a, b = a.reshape(count, rank, columns), b.reshape(len(b), rank, count).transpose(2, 0, 1)
-    elif a.ndim == 2:  # no stack
-        a, b = a.T[None], b.T[None]
+    a, b = adapter.matrices(a, b, count)
     left, right = (a.transpose(0, 2, 1), b.transpose(0, 2, 1)) if by_columns else (b, a)
     return np.ascontiguousarray(left), np.ascontiguousarray(right)
 
@@ -653,7 +614,7 @@ def fit(
     checkpoint: Checkpoint, adapters: Sequence[Adapter], problems: list[SafeloadError] | None = None
 ) -> tuple[Checkpoint, Merge]:
     """Fit open adapters to a base; see `merging`, and `Merge` for the list of problems."""
-    if checkpoint.format == registry.GGUF or any(adapter.gguf for adapter in adapters):
+    if checkpoint.format == registry.GGUF or any(map(in_gguf, adapters)):
         adapters = registry.part("adapter forms").for_base(adapters, checkpoint, problems)
     heads = heads_of(adapters, checkpoint.config, checkpoint)
     absent = {head: embedding for head, embedding in heads.untied.items() if head not in checkpoint}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -199,8 +199,28 @@ def extract(
         report = ExtractReport(folder, stored.title, stored_fine.title)
         models = in_memory(stored, stored_fine)
         names = [*dict.fromkeys(name for model in models for name in model)]
-        how: Any = {"rank": rank, "row": row, "rest": with_rest, "threads": threads, "told": progress}
-        factors = _compare(report, models, Selection(only, drop).of(names), **how)
+        chosen = Selection(only, drop).of(names)
+        for model in models:
+            model.refuse_codes([name for name in chosen if name in model], "extract")
+        schema, tied = _schema(models), tied_heads(models[0].config, dict.fromkeys(models[0]).keys())
+        turns = conv1d_model(models[0].config or models[1].config) is not None
+        sizes = {name: sum(model.about(name).nbytes for model in models if name in model) for name in chosen}
+        factors: dict[str, tuple[Array, Array]] = {}
+        with closing(Meter(progress, sum(sizes.values()))) as meter:
+            for name, nbytes in sizes.items():
+                reason = f"is tied to {tied[name]}" if name in tied else _reason(models, name, schema)
+                about = (models[1] if name in models[1] else models[0]).about(name)
+                described = about.code, about.shape, about.nbytes
+                if reason and _differs(models, name, threads):
+                    real = all(name in model and _is_real(model.about(name)) for model in models)
+                    kept = with_rest and real and name not in tied
+                    (report.whole if kept else report.left_out)[name] = reason
+                    report.described[name] = described
+                elif not reason and (change := _difference(models, name, threads)) is not None:
+                    change = change.T if turns and is_named_conv1d(name) else change
+                    left, right, report.changes[name], report.errors[name] = _factors(name, change, rank, row)
+                    factors[name], report.ranks[name], report.described[name] = (left, right), len(right), described
+                meter.add(nbytes)
         if not report.described:
             raise SafeloadError(f"{report.fine} equals {report.base}: there is no change to extract")
         if not factors:
@@ -233,42 +253,6 @@ def extract(
 
 
 # ---- tensors ----
-
-
-def _compare(
-    report: ExtractReport,
-    models: tuple[Catalog, Catalog],
-    names: Collection[str],
-    *,
-    rank: int,
-    row: dtypes.Dtype,
-    rest: bool,
-    threads: int | None,
-    told: Progress,
-) -> dict[str, tuple[Array, Array]]:
-    """Return the factors of each changed matrix, and report every changed tensor."""
-    base, fine = models
-    for model in models:
-        model.refuse_codes([name for name in names if name in model], "extract")
-    schema, tied = _schema(models), tied_heads(base.config, dict.fromkeys(base).keys())
-    turns = conv1d_model(base.config or fine.config) is not None
-    factors: dict[str, tuple[Array, Array]] = {}
-    meter = Meter(told, sum(model.about(name).nbytes for model in models for name in names if name in model))
-    with closing(meter):
-        for name in names:
-            reason = f"is tied to {tied[name]}" if name in tied else _reason(models, name, schema)
-            about = (fine if name in fine else base).about(name)
-            described = about.code, about.shape, about.nbytes
-            if reason and _differs(models, name, threads):
-                real = all(name in model and _is_real(model.about(name)) for model in models)
-                (report.whole if rest and real and name not in tied else report.left_out)[name] = reason
-                report.described[name] = described
-            elif not reason and (change := _difference(models, name, threads)) is not None:
-                change = change.T if turns and is_named_conv1d(name) else change
-                left, right, report.changes[name], report.errors[name] = _factors(name, change, rank, row)
-                factors[name], report.ranks[name], report.described[name] = (left, right), len(right), described
-            meter.add(sum(model.about(name).nbytes for model in models if name in model))
-    return factors
 
 
 def _schema(models: tuple[Catalog, Catalog]) -> Schema | None:

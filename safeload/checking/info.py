@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -432,12 +431,9 @@ def _summarized(opened: Checkpoint, base: Paths | None, storage_options: Mapping
     modules = adapter.modules
     factors = {name: module for name, module in modules.items() if parts.changing(module)}
     names = [outermost(name) for name in factors]
-    # kohya writes "_" for ".", so what follows the last number between these is the name of a layer.
-    kinds = Counter(
-        re.split(r"\.|_[0-9]+_" if adapter.for_diffusion else r"\.", name)[-1] for name in names
-    ).most_common()
+    kinds = Counter(adapter.ends.split(name)[-1] for name in names).most_common()
     ranks: Iterable[Any] = {adapter.rank(name) for name in factors}
-    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names if adapter.mlx or adapter.kind.alpha_key}
+    alphas: Iterable[float] = {adapter.alpha_of(name) for name in names if adapter.kind.alpha_key}
     if adapter.parameters:  # only a base has their names and numbers of matrices
         ranks, alphas = {adapter.default_rank, *adapter.ranks.values()}, {adapter.alpha, *adapter.alphas.values()}
     dora = any(module.keys() & {parts.MAGNITUDE, parts.SCALE} for module in factors.values())

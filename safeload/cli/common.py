@@ -318,8 +318,8 @@ def hint(options: argparse.Namespace) -> str:
 
 # Arguments in advice, such as `dtype="float32"`, `overwrite=True` and `max_shard_size=`.
 _ARGUMENT = r"""(?<![^ (])
-    (against|base|dtype|drop|exact|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|rename
-     |part|requantize|resume|root|scale_dtype|stored|unknown_globals|verify|with_rest|write)
+    (against|base|dtype|drop|exact|force|format|ignore|imatrix|keep|layout|max_shard_size|metadata|only|overwrite|quantize|raw|record
+     |rename|part|requantize|resume|root|scale_dtype|stored|unknown_globals|verify|with_rest|write)
     (?:=(?: True\b | "(\w+)" | (?<=format=)'(\w+)' | (?<=(?:only|drop|keep|root)=)(?=') | (?<=ignore=)(?=')
        | (?<=quantize=)(?=')
        | (?=[ ,;:.)]|$) )

@@ -16,25 +16,27 @@ from contextlib import ExitStack, suppress
 from copy import copy
 from functools import partial
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..adapters import adapter as lora
 from ..adapters import kinds
-from ..adapters.adapter import Adapter, Fit
+from ..adapters.adapter import Adapter, Fit, in_gguf
 from ..adapters.base import AdapterTarget, Base, heads_of, never_read
 from ..adapters.diffusion import layout_of
-from ..adapters.merge import Change, Merge
+from ..adapters.merge import Change, Merge, collecting
 from ..core import dtypes
 from ..core.arrays import Array
 from ..core.atomic_file import AtomicFile, Swap
 from ..core.cast import astype
-from ..core.checkpoint import Checkpoint
+from ..core.checkpoint import Checkpoint, chosen, with_aliases
 from ..core.files import Location, sync_folder
 from ..core.load import parse_target
 from ..core.opening import open_paths
 from ..core.packing import SCHEMES
+from ..core.progress import reporter
 from ..core.registry import GGUF
 from ..core.safetensors import writer
 from ..core.text import error_about, show, similar
@@ -71,6 +73,8 @@ class Product(NamedTuple):
     tensor: str  # of the adapter, for messages
     path: str  # of the adapter
     kernel: Sequence[int] = ()  # the sides of a convolution's kernel, joined with its inputs into columns
+    # Tensors beside the factors by role, norms of rows as a vector; or the tensors of a kind without factors.
+    more: Mapping[str, Array] = MappingProxyType({})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,8 +105,10 @@ def for_base(adapters: Sequence[Adapter], base: Any, problems: list[SafeloadErro
     of_llama_cpp = catalog.format == GGUF and catalog.metadata.get(ARCHITECTURE) in gguf_architectures()
     result = []
     for adapter in adapters:
-        if adapter.gguf or of_llama_cpp:
-            _, recipes, products = _in_llama_cpp(adapter, catalog, problems)
+        if in_gguf(adapter) or of_llama_cpp:
+            alone = copy(adapter)
+            alone.weight = 1.0
+            _, recipes, products = _in_llama_cpp(alone, catalog, problems)
             if recipes is None:
                 _check_head(products, catalog, catalog.title)
             else:
@@ -122,7 +128,7 @@ def _in_llama_cpp(
     else:
         recipes, form = _recipes_of(catalog)
         architecture, shapes = form.architecture, {name: recipe.shape for name, recipe in recipes.items()}
-    if adapter.gguf:
+    if in_gguf(adapter):
         own = adapter.checkpoint.metadata.get(ARCHITECTURE)
         if own != architecture:
             text = f"the adapter is for models of architecture {show(own)}, but {catalog.title} is {architecture}"
@@ -175,20 +181,12 @@ def _of_llama_cpp(
             problem = f"of the adapter changes a tensor of {list(shape)}, but {show(name)} of {title} is "
             problem += str(list(shapes[name]))
         if problem is None:
-            scaling = _alone(adapter).scaling(module, left.shape[-1], first)
+            scaling = adapter.scaling(module, left.shape[-1], first)
             result[name] = Product(left, right, scaling, first, adapter.checkpoint.path)
             continue
         kind = FormatError if name in shapes else TensorNotFoundError
-        if problems is None:
+        with collecting(problems):
             raise error_about(kind, problem, path=adapter.checkpoint.path, tensor=first)
-        problems.append(error_about(kind, problem, path=adapter.checkpoint.path, tensor=first))
-    return result
-
-
-def _alone(adapter: Adapter) -> Adapter:
-    """Return an adapter with the weight 1."""
-    result = copy(adapter)
-    result.weight = 1.0
     return result
 
 
@@ -218,12 +216,11 @@ def _changes_of(
     shapes: Mapping[str, tuple[int, ...]],  # of the base, by the names in its files
     problems: list[SafeloadError] | None,
     *,
-    kernels: bool = False,  # convolutions have a form, too
+    for_tools: bool = False,  # other kinds than LoRA have a form, too, and so have convolutions
 ) -> _Products:
     """Return the changes of an adapter of PEFT, MLX or a tool for diffusion models by stored names."""
-    alone = _alone(adapter)
     row, work = dtypes.BY_CODE["F32"], np.dtype(np.float32)
-    heads = heads_of([alone], config, shapes)
+    heads = heads_of([adapter], config, shapes)
     for head, embedding in heads.untied.items():
         text = f"the adapter changes only one of {show(head)} and {show(embedding)}, which {title} ties"
         raise UnsupportedError(f"{text}: there is one tensor for both", path=adapter.checkpoint.path)
@@ -232,35 +229,56 @@ def _changes_of(
         return AdapterTarget(name, shapes[name], row, work, never_read)
 
     base = Base(title, shapes, config, shapes.__getitem__, target, heads=heads.pairs)
-    merge = Merge(base, [alone], heads, problems=problems)
+    merge = Merge(base, [adapter], heads, problems=problems)
     return {
-        name: _sum([_product(merge, change, name, shapes[name], kernels=kernels) for change in changes])
+        name: _sum([_product(merge, change, name, shapes[name], for_tools=for_tools) for change in changes])
         for name, changes in merge.changes.items()
     }
 
 
-# Parts of an adapter other than factors.
+# Parts of an adapter other than factors; the first ones have no names in any program.
 _OTHERS = {
     kinds.VALUE: "replaces {} (modules_to_save)",
     kinds.TOKENS: "replaces rows of {} (trained tokens)",
     kinds.BIAS: "is added to {} (lora_bias)",
     **dict.fromkeys((kinds.MAGNITUDE, kinds.SCALE), "has the norms of {} (DoRA)"),
-    "lora_mid": "is the core of a Tucker decomposition for {}",
+    kinds.CORE: "is the core of a Tucker decomposition for {}",
 }
+_OF_TOOLS = (kinds.MAGNITUDE, kinds.SCALE, kinds.CORE)
 
 
-def _product(merge: Merge, change: Change, name: str, shape: Sequence[int], *, kernels: bool) -> Product:
-    """Return the change of a stored tensor as a product of its own rows and columns."""
-    adapter = change.adapter
+def _product(merge: Merge, change: Change, name: str, shape: tuple[int, ...], *, for_tools: bool) -> Product:
+    """Return the change of a stored tensor as a product of its own rows and columns, or by the tensors of its kind."""
+    adapter, roles = change.adapter, kinds.changing(change.parts)
+    tensor, path = next(iter(change.parts.values())), adapter.checkpoint.path
+
+    def refused(text: str, tensor: str = tensor) -> UnsupportedError:
+        return error_about(UnsupportedError, f"of the adapter {text}", path=path, tensor=tensor)
+
     for role, why in _OTHERS.items():
-        if role in change.parts:
-            text = f"of the adapter {why.format(show(name))}: only products of factors have a form in other programs"
-            raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=change.parts[role])
-    tensor = next(iter(change.parts.values()))
+        if role in change.parts and not (for_tools and role in _OF_TOOLS):
+            text = f"{why.format(show(name))}: only products of factors have a form in other programs"
+            raise refused(text, change.parts[role])
+    if change.step is not None and not (for_tools and kinds.kind_of(roles) in kinds.OF_LYCORIS):
+        raise refused(f"changes {show(name)} by another kind than LoRA, which has no form in other programs")
+    kernel = shape[2:] if len(shape) > 3 or (len(shape) == 3 and not change.stacked) else ()
+    if kernel and not for_tools:
+        raise refused(f"changes {show(name)}, which is a convolution: only factors of matrices have a form")
+    beside = (change.parts.keys() & _OF_TOOLS) | (frozenset() if change.step is None else roles)
+    more = {role: _read(adapter, change.parts[role])[0] for role in change.parts if role in beside}
+    for role in beside & {kinds.MAGNITUDE, kinds.SCALE}:
+        if role == kinds.MAGNITUDE or more[role].shape[:1] != (1,) or shape[0] == 1:
+            norms = more.pop(role).reshape(-1)
+            more[kinds.MAGNITUDE] = norms if change.part is None else norms[change.part[1]]
+    divides = change.divided is not None or (change.part is not None and more.keys() - {kinds.MAGNITUDE})
+    if more and (divides or change.by_columns):
+        raise refused(
+            f"changes {show(name)}, whose rows are joined, divided or turned: only factors of LoRA can follow"
+        )
     if change.step is not None:
-        text = f"of the adapter changes {show(name)} by another kind than LoRA, which has no form in other programs"
-        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
-    left, right = merge.factors_of(change, _dtype_of(adapter, change.parts.values()))
+        empty = np.zeros((shape[0], 0), np.float32), np.zeros((0, math.prod(shape[1:])), np.float32)
+        return Product(*empty, change.scaling, tensor, path, kernel, more)
+    left, right = merge.factors_of(change, _dtype_of(adapter, (change.parts[role] for role in roles - {kinds.CORE})))
     if change.part is not None:
         number, part = change.part
         left, right = left[number, part], right[number]
@@ -271,11 +289,7 @@ def _product(merge: Merge, change: Change, name: str, shape: Sequence[int], *, k
         whole = np.zeros((shape[0], left.shape[-1]), left.dtype)
         whole[change.divided.number * rows : (change.divided.number + 1) * rows] = left
         left = whole
-    kernel = tuple(shape[2:]) if len(shape) > 3 or (len(shape) == 3 and not change.stacked) else ()
-    if kernel and not kernels:
-        text = f"of the adapter changes {show(name)}, which is a convolution: only factors of matrices have a form"
-        raise error_about(UnsupportedError, text, path=adapter.checkpoint.path, tensor=tensor)
-    return Product(left, right, change.scaling, tensor, adapter.checkpoint.path, kernel)
+    return Product(left, right, change.scaling, tensor, path, kernel, more)
 
 
 class _ArrangedAdapter(Adapter):
@@ -310,39 +324,56 @@ def _arranged(adapter: Adapter, products: _Products) -> Adapter:
 
 # Dtypes of factors to write; any other becomes float32.
 _WRITTEN = ("F32", "F16", "BF16")
-# Options of a conversion that apply to models alone.
-_OF_MODELS = ("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw")
+# Arguments for models alone.
+_OF_MODELS = (
+    *("imatrix", "requantize", "exact", "scale_dtype", "part", "layout", "keep", "ignore", "adapters", "raw"),
+    *("max_shard_size", "resume", "executor", "verify", "record"),
+)
+_SELECTING = ("names", "only", "drop")
+# Arguments without an effect on later steps.
+_CONSUMED = dict.fromkeys((*_SELECTING, "dtype", "quantize", "layout"))
 
 
 def _opened(
-    stack: ExitStack, src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
+    stack: ExitStack, src: Any, given: Mapping[str, Any], paths: Iterable[Any], **refused: str
 ) -> tuple[Adapter, Catalog]:
-    """Open an adapter and its base, which ``stack`` closes; check the options and the ``paths`` of the result."""
-    sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
+    """Open the adapter and the base of a call of `convert`, which ``stack`` closes.
+
+    Args:
+        given: the arguments of the call.
+        paths: of the result.
+        refused: further arguments to refuse, with the kind of result to which each applies.
+    """
+    sources, target = src if isinstance(src, list) else [src], parse_target(given["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
-    for key in _OF_MODELS:
-        if options[key]:
-            raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
+    for key, kind in {**dict.fromkeys(_OF_MODELS, "models"), **refused}.items():
+        if kind and given[key]:
+            raise ValueError(f"{key}= applies to {kind}: pass an adapter with base= without it")
     if target is not None and target.code not in _WRITTEN:
         raise ValueError(f"dtype must be float32, float16 or bfloat16 for an adapter, got {target.name}")
-    (adapter,) = lora.opened(stack, [(sources[0], 1.0)], options["storage_options"])
-    catalog = stack.enter_context(Catalog.of(base, options["storage_options"]))
+    options = given["storage_options"]
+    checkpoint = stack.enter_context(
+        Checkpoint(open_paths(sources[0], None, None, "refuse", True, storage_options=options))
+    )
+    if any(given[key] is not None for key in _SELECTING):
+        tensors = chosen(checkpoint, given["names"], given["only"], given["drop"], None)
+        checkpoint = with_aliases(checkpoint, {}, names=[tensor[0] for tensor in tensors])
+    adapter = lora.adapter_of(checkpoint)
+    catalog = stack.enter_context(Catalog.of(given["base"], options))
     files = [*adapter.checkpoint.weight_files, *catalog.weight_files]
     for path in paths:
         refuse_inputs(path, [adapter.config_at.path, *(file.path for file in files)])
     return adapter, catalog
 
 
-def for_llama_cpp(
-    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def for_llama_cpp(src: Any, given: Mapping[str, Any], paths: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of an adapter for llama.cpp, and the options with which a conversion writes these."""
-    scheme, target = options["quantize"], parse_target(options["dtype"])
+    scheme, target = given["quantize"], parse_target(given["dtype"])
     if scheme not in (None, "q8_0"):
         raise ValueError(f'quantize must be "q8_0" for an adapter, got {show(scheme)}')
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options, paths)
+        adapter, catalog = _opened(stack, src, given, paths)
         architecture, recipes, products = _in_llama_cpp(adapter, catalog)
         _check_head(products, catalog if recipes is None else recipes, catalog.title)
         path, metadata = adapter.checkpoint.path, adapter.checkpoint.metadata
@@ -363,12 +394,12 @@ def for_llama_cpp(
         ARCHITECTURE: architecture,
         TYPE: "adapter",
         "adapter.type": "lora",
-        "general.name": metadata.get("general.name", titled(name)) if adapter.gguf else titled(name),
+        "general.name": metadata.get("general.name", titled(name)) if in_gguf(adapter) else titled(name),
         "adapter.lora.alpha": gguf.F32(alpha),
         mixtures.QUANTIZATION_VERSION: gguf.U32(mixtures.CURRENT_VERSION),
     }
-    metadata = {**keys, **(options["metadata"] or {})}
-    return tensors, {**options, "dtype": None, "quantize": None, "metadata": metadata, "raw": True}
+    metadata = {**keys, **(given["metadata"] or {})}
+    return tensors, {**_CONSUMED, "metadata": metadata, "raw": True}
 
 
 def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> Any:
@@ -387,34 +418,36 @@ def _written(factor: Array, target: dtypes.Dtype | None, scheme: str | None) -> 
 _LAYER = re.compile(r".*?\.[0-9]+\.", re.ASCII)
 
 
-def to_folder(
-    src: Any, base: Any, options: Mapping[str, Any], place: Location, *, overwrite: bool
-) -> tuple[list[str], int, int]:
+def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> tuple[str, int, int]:
     """Write PEFT's adapter as mlx-lm's, or another as PEFT's; return its file, and the numbers of tensors and bytes."""
-    if options["quantize"] is not None or place.files.remote:
-        fault = f"{place.shown} is a URL" if place.files.remote else "quantize= applies to adapters for llama.cpp"
-        raise ValueError(f"{fault}: the folder of an adapter has plain tensors, and is on a disk")
+    if place.files.remote:
+        raise ValueError(f"{place.shown} is a URL: the folder of an adapter is on a disk")
     sink = Sink(place.files, place.path)
+    refused = {"quantize": "adapters for llama.cpp", "rename": "single files"}
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, options, map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS)))
+        paths = map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS))
+        adapter, catalog = _opened(stack, src, given, paths, **refused)
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
-        if adapter.gguf:
+        as_peft = adapter.writer != "PEFT"
+        if in_gguf(adapter):
             _, recipes, products = _in_llama_cpp(adapter, catalog)
             products = _taken_back(recipes or {}, products, stored.__getitem__)
         else:
-            products = _changes_of(adapter, catalog.title, catalog.config, stored, None, kernels=adapter.for_diffusion)
-        as_peft = adapter.mlx or adapter.gguf or adapter.for_diffusion
+            products = _changes_of(adapter, catalog.title, catalog.config, stored, None, for_tools=as_peft)
         factors, settings = (_as_peft if as_peft else _as_mlx)(products, catalog)
-    target = parse_target(options["dtype"])
-    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, None)
+    target = parse_target(given["dtype"])
+    metadata = {key: value for key, value in (given["metadata"] or {}).items() if value is not None}
+    file = writer({name: _written(factor, target, None) for name, factor in factors.items()}, metadata or None)
     name = lora.WEIGHTS if as_peft else MLX_ADAPTER
     there = sorted(sink.names() & {name, lora.CONFIG})
-    if there and not overwrite:
+    if there and not given["overwrite"]:
         raise FileExistsError(errno.EEXIST, "exists; overwrite=True replaces it", sink.shown(there[0]))
-    write_folder(place.path, name, file, settings, overwrite=overwrite)
-    return [sink.shown(name)], len(factors), file.size
+    with reporter(given["progress"], file.size) as report:
+        write_folder(place.path, name, file, settings, overwrite=given["overwrite"])
+        report(file.size)
+    return sink.shown(name), len(factors), file.size
 
 
 def write_folder(folder: str, name: str, file: ShardWriter, config: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -468,58 +501,169 @@ def _as_mlx(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], di
     return factors, {"fine_tune_type": "lora", "num_layers": settings.size(form.blocks), "lora_parameters": about}
 
 
-def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Return the factors and the settings of an adapter for PEFT."""
+_Modules = dict[str, tuple[Product, dict[str, Array]]]  # changes and their tensors by role, by module
+
+
+def _modules_of(products: _Products, catalog: Catalog) -> _Modules:
+    """Return changes by module of transformers or Diffusers, with tensors in the shapes of PEFT."""
     config = catalog.config or {}
     known = ModelNames(config, stored_names(catalog, catalog.title))
     in_memory = {stored: name for name, stored in known.places.items() if isinstance(stored, str)}
     tied = {*tied_heads(config, [*catalog]).values()}
-    factors: dict[str, Array] = {}
-    ranks, alphas, turned = dict[str, int](), dict[str, float](), set[bool]()
+    modules: _Modules = {}
     for name, product in products.items():
         module = in_memory.get(name, name).removesuffix(".weight")
         if product.left.ndim > 2 or name not in in_memory:
             raise product.refused(f"changes {show(name)}, which is no module of transformers")
         if name in tied:
             raise product.refused(f"changes {show(name)}, which is the head too: PEFT's modules change alone")
-        in_first = config.get("model_type") in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
-        a, b, embeds = product.right, product.left, f".{name}".endswith(EMBEDDINGS)
-        turned.add(in_first)
-        if embeds or in_first:
-            a, b = b.T, a.T
-        if product.kernel:
-            a, b = a.reshape(len(a), -1, *product.kernel), b.reshape(*b.shape, *(1 for _ in product.kernel))
-        ends = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
-        factors |= {f"{lora.PREFIX}{module}.{end}": part for end, part in zip(ends, (a, b), strict=True)}
-        ranks[module], alphas[module] = len(a), product.scaling * len(a)
+        a, b, embeds, more = product.right, product.left, f".{name}".endswith(EMBEDDINGS), dict(product.more)
+        ones = tuple(1 for _ in product.kernel)
+        if embeds and more:
+            raise product.refused(f"changes the embedding {show(name)}, for which only factors of LoRA have a form")
+        if product.kernel and kinds.MAGNITUDE in more:
+            more[kinds.MAGNITUDE] = more[kinds.MAGNITUDE].reshape(1, -1, *ones)
+        if kinds.kind_of(more) is None:  # it has factors
+            if embeds or _is_turned(module, config):
+                a, b = b.T, a.T
+            if product.kernel:
+                sides = ones if kinds.CORE in more else product.kernel
+                a, b = a.reshape(len(a), -1, *sides), b.reshape(*b.shape, *ones)
+            roles = (kinds.EMBEDDING_A, kinds.EMBEDDING_B) if embeds else (kinds.A, kinds.B)
+            more = {**dict(zip(roles, (a, b), strict=True)), **more}
+        modules[module] = product, more
+    return modules
+
+
+def _is_turned(module: str, config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
+
+
+_PEFT = {
+    kinds.A: "lora_A.weight",
+    kinds.B: "lora_B.weight",
+    kinds.EMBEDDING_A: "lora_embedding_A",
+    kinds.EMBEDDING_B: "lora_embedding_B",
+    kinds.MAGNITUDE: "lora_magnitude_vector",
+}
+
+
+def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return the tensors and the settings of an adapter for PEFT."""
+    modules = _modules_of(products, catalog)
+    kind, settings = _kind_in_peft(modules)
+    ranks = {module: _rank_of(parts) for module, (_, parts) in modules.items()}
+    if kind == "LOKR":
+        ranks = _divide_as_peft(modules, settings)
+    if kind == "LORA":
+        turned = {_is_turned(module, catalog.config or {}) for module in modules}
+        settings = {"fan_in_fan_out": turned == {True}, **settings, "bias": "none"}
+    alphas = {module: product.scaling * ranks[module] for module, (product, _) in modules.items()}
     rank, alpha = (max(dict.fromkeys(each.values()), key=[*each.values()].count) for each in (ranks, alphas))
-    return factors, {
-        "peft_type": "LORA",
+    tensors = {
+        f"{lora.PREFIX}{module}.{_PEFT.get(role, role)}": value
+        for module, (_, parts) in modules.items()
+        for role, value in parts.items()
+    }
+    return tensors, {
+        "peft_type": kind,
         "r": rank,
-        "lora_alpha": alpha,
+        str(kinds.KINDS[kind].alpha_key): alpha,
         "target_modules": [*ranks],
         "rank_pattern": {module: each for module, each in ranks.items() if each != rank},
         "alpha_pattern": {module: each for module, each in alphas.items() if each != alpha},
-        "fan_in_fan_out": turned == {True},
-        "bias": "none",
+        **settings,
         "inference_mode": True,
     }
+
+
+def _rank_of(parts: Mapping[str, Array]) -> int:
+    """Return the rank of a module; 0 if its tensors do not show it."""
+    return kinds.rank_of({role: value.shape for role, value in parts.items()}) or 0
+
+
+def _kind_in_peft(modules: _Modules) -> tuple[str, dict[str, Any]]:
+    """Return PEFT's name of the kind of all modules, with settings; refuse tensors without a place in PEFT."""
+    row = kinds.kind_of(next(iter(modules.values()))[1])
+    kind = next(name for name, each in kinds.KINDS.items() if each is row)
+    dora, cores = set[bool](), set[bool]()  # whether modules have norms, and kernels cores
+    for module, (product, parts) in modules.items():
+        sides, has_core = {*product.kernel}, bool(parts.keys() & {"hada_t1", "lokr_t2"})
+        dora.add(kinds.MAGNITUDE in parts)
+        if sides - {1} and "lokr_w2" not in parts:
+            cores.add(has_core)
+        some_norms = len(dora) > 1 or (True in dora and kind != "LORA")
+        deep = len(product.kernel) > 2 and kind != "LORA"
+        faults = {
+            "by another kind than other modules: a folder of PEFT has one": kinds.kind_of(parts) is not row,
+            "with the core of a Tucker decomposition, which PEFT's LoRA lacks": kinds.CORE in parts,
+            "with norms of its columns: PEFT's DoRA has norms of rows": kinds.SCALE in parts,
+            "where others do not alike: PEFT has norms (DoRA) for LoRA alone, and for all modules": some_norms,
+            "which is a 3-D convolution: PEFT has LoRA alone for these": deep,
+            "with a core for a kernel of 1: PEFT has none there": has_core and sides == {1},
+            "with or without a core: PEFT has cores for all kernels (use_effective_conv2d) or none": len(cores) > 1,
+        }
+        for text in (text for text, fails in faults.items() if fails):
+            raise product.refused(f"changes {show(module)} {text}")
+    if kind == "LORA":
+        return kind, {"use_dora": True} if True in dora else {}
+    return kind, {"use_effective_conv2d": True in cores}
+
+
+def _divide_as_peft(modules: _Modules, settings: dict[str, Any]) -> dict[str, int]:
+    """Set the settings from which PEFT computes the shapes of these LoKr, and return the ranks."""
+    both = settings["decompose_both"] = any("lokr_w1_a" in parts for _, parts in modules.values())
+    sizes: dict[str, tuple[Sequence[int], Sequence[int]]] = {}  # of both matrices
+    for module, (product, parts) in modules.items():
+        whole = parts.get("lokr_w1")
+        outer = (len(parts["lokr_w1_a"]), parts["lokr_w1_b"].shape[1]) if whole is None else whole.shape
+        inputs = product.right.shape[1] // math.prod(product.kernel)
+        sizes[module] = outer, (len(product.left) // outer[0], inputs // outer[1])
+    factors = dict.fromkeys((-1, *(side for outer, _ in sizes.values() for side in outer)))
+    unlike = {factor: [m for m in sizes if not _divides(factor, *sizes[m])] for factor in factors}
+    settings["decompose_factor"], others = min(unlike.items(), key=lambda each: len(each[1]))
+    for module in others:
+        text = f"divides {show(module)} into other blocks than PEFT, whose decompose_factor is that of all modules"
+        raise modules[module][0].refused(text)
+    ranks = {}
+    for module, (product, parts) in modules.items():
+        outer, inner = sizes[module]
+        least = -(-max(inner) // 2), -(-max(outer) // 2) if both else 1  # ranks from which matrices have no factors
+        rank = ranks[module] = _rank_of(parts) or max(least)
+        if tuple(rank >= each for each in least) != ("lokr_w2" in parts, "lokr_w1" in parts):
+            text = (
+                f"has other factors for {show(module)} than PEFT with rank {rank}, which decides by the sizes of blocks"
+            )
+            raise product.refused(text)
+    return ranks
+
+
+def _divides(factor: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+    """Return whether PEFT divides both sides of a matrix like this with a ``decompose_factor``."""
+    return all(_factorized(a * b, factor) == (a, b) for a, b in zip(outer, inner, strict=True))
+
+
+def _factorized(size: int, factor: int) -> tuple[int, int]:
+    """Return both sizes of a side as chosen by PEFT; LyCORIS exchanges these if a factor is beyond the root."""
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    limit = math.isqrt(size) if factor == -1 else min(factor, math.isqrt(size))
+    outer = next(each for each in range(limit, 0, -1) if size % each == 0)
+    return outer, size // outer
 
 
 # ---- files of adapters for tools of diffusion models ----
 
 TOOLS = ("kohya", "diffusers")
+_KOHYA = {kinds.A: "lora_down.weight", kinds.B: "lora_up.weight", kinds.CORE: "lora_mid.weight"}
 
 
-def for_tools(
-    src: Any, base: Any, options: Mapping[str, Any], paths: Iterable[Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def for_tools(src: Any, given: Mapping[str, Any], paths: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an adapter's tensors under the names of a tool, and the options with which a conversion writes these."""
-    if (layout := options["layout"]) not in TOOLS or options["quantize"] is not None:
-        text = f'an adapter in one file needs layout="kohya" or layout="diffusers", got {show(layout)}'
-        raise ValueError(text if layout not in TOOLS else "quantize= applies to adapters for llama.cpp")
+    if (layout := given["layout"]) not in TOOLS:
+        raise ValueError(f'an adapter in one file needs layout="kohya" or layout="diffusers", got {show(layout)}')
     with ExitStack() as stack:
-        adapter, catalog = _opened(stack, src, base, {**options, "layout": None}, paths)
+        adapter, catalog = _opened(stack, src, given, paths, layout="", quantize="adapters for llama.cpp")
         component, prefix = layout_of(catalog) or ("", "")
         of_diffusers = layout == "diffusers" or component == "unet"  # kohya names the others as a single file does
         if not component or (prefix is None) != of_diffusers:
@@ -527,28 +671,41 @@ def for_tools(
             known = known if of_diffusers or not component else "sd3, flux or wan in the layout of a single file"
             raise UnsupportedError(f"{catalog.title}: names of {layout} need {known}", path=catalog.title)
         shapes = {name: tuple(catalog.about(name).shape) for name in catalog}
-        products = _changes_of(adapter, catalog.title, None, shapes, None, kernels=True)
+        products = _changes_of(adapter, catalog.title, None, shapes, None, for_tools=True)
         for name in (name for name in products if not name.startswith(prefix or "")):
-            raise products[name].refused(
-                f"changes {show(name)}, a text encoder: pass the diffusion model alone as base"
-            )
-        factors, config = _as_peft(products, catalog)
-    target = parse_target(options["dtype"])
-    tensors: dict[str, Any] = {}
-    for name, factor in factors.items():
-        module, _, end = name.removeprefix(lora.PREFIX).rpartition(".lora_")
-        outer = f"{component}.{module}.lora_{end}"
+            text = f"changes {show(name)}, a text encoder: pass the diffusion model alone as base"
+            raise products[name].refused(text)
         if layout == "kohya":
-            alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
-            outer = (
-                f"lora_unet_{module.removeprefix(prefix or '').replace('.', '_')}"  # whatever the class of the model
-            )
-            tensors[f"{outer}.alpha"] = np.full((), alpha, np.float32)
-            outer += ".lora_down.weight" if end.startswith("A") else ".lora_up.weight"
-        tensors[outer] = _written(factor, target, None)
-    about = {"lora_adapter_metadata": json.dumps({f"{component}.{key}": value for key, value in config.items()})}
-    metadata = {"format": "pt", **(about if layout == "diffusers" else {}), **(options["metadata"] or {})}
-    return tensors, {**options, "dtype": None, "layout": None, "metadata": metadata}
+            tensors, metadata = _as_kohya(_modules_of(products, catalog), prefix or ""), {}
+        else:
+            factors, settings = _as_peft(products, catalog)
+            if settings["peft_type"] != "LORA":
+                title, first = kinds.KINDS[settings["peft_type"]].title, next(iter(products.values()))
+                raise first.refused(f"is a {title}, which pipelines of Diffusers do not load: pass a folder for PEFT")
+            tensors = {f"{component}.{name.removeprefix(lora.PREFIX)}": factor for name, factor in factors.items()}
+            about = {f"{component}.{key}": value for key, value in settings.items()}
+            metadata = {"lora_adapter_metadata": json.dumps(about)}
+    target = parse_target(given["dtype"])
+    for name in (name for name in tensors if not name.endswith(".alpha")):
+        tensors[name] = _written(tensors[name], target, None)
+    return tensors, {**_CONSUMED, "metadata": {"format": "pt", **metadata, **(given["metadata"] or {})}}
+
+
+def _as_kohya(modules: _Modules, prefix: str) -> dict[str, Any]:
+    """Return tensors with the names and the shapes of kohya and LyCORIS."""
+    tensors: dict[str, Any] = {}
+    for module, (product, parts) in modules.items():
+        rank = _rank_of(parts)
+        if not rank and product.scaling != 1:
+            text = f"is a LoKr without factors, of which LyCORIS ignores the scale, {product.scaling:g}"
+            raise product.refused(text)
+        outer = f"lora_unet_{module.removeprefix(prefix).replace('.', '_')}"  # whatever the class of the model
+        tensors[f"{outer}.alpha"] = np.full((), product.scaling * (rank or 1), np.float32)
+        if kinds.MAGNITUDE in parts:
+            norms = parts.pop(kinds.MAGNITUDE)
+            parts[kinds.SCALE] = norms.reshape(-1, 1, *(1 for _ in product.kernel))
+        tensors |= {f"{outer}.{_KOHYA.get(role, role)}": value for role, value in parts.items()}
+    return tensors
 
 
 # ---- products through recipes ----
@@ -678,6 +835,8 @@ def _sum(products: Sequence[Product]) -> Product:
     """Return the sum of changes of a weight."""
     if len(products) == 1:
         return products[0]
+    if (other := next((each for each in products if each.more), None)) is not None:
+        raise other.refused("is one of several changes of a weight, of which only LoRA has a sum")
     alike = _alike(products)
     left, right = np.concatenate([each.left for each in alike], -1), np.concatenate([each.right for each in alike], -2)
     return alike[0]._replace(left=left, right=right)

@@ -139,8 +139,9 @@ def convert(
         base: the model of the LoRA adapter ``src``. A ".gguf" file is written for llama.cpp; a folder for mlx-lm if the
             adapter is PEFT's, else for PEFT. Factors keep their dtype without ``dtype``; llama.cpp also has
             ``quantize="q8_0"``. The base is a folder of transformers, or for llama.cpp a GGUF file, of a family in
-            `families`; or a diffusion model in the layout of Diffusers,
-            whose adapter can also become a ".safetensors" file with the names of ``layout``, "kohya" or "diffusers".
+            `families`; or a diffusion model in the layout of Diffusers, whose adapter can also become a ".safetensors"
+            file with the names of ``layout``, "kohya" or "diffusers". ``names``, ``only`` and ``drop`` select tensors
+            of the adapter, ``rename`` needs a single file, and arguments for models alone are refused.
         max_shard_size: bytes, or text such as "500MB"; the default for folders is "5GB". A larger tensor gets a shard
             of its own. A single shard is called ``model.safetensors`` and has no index. Shards replace no file: if a
             name is taken, all get a larger total, such as "-of-00005" for four shards, and the old ones are removed
@@ -216,17 +217,21 @@ def convert(
         if base is not None:
             from .adapter_forms import for_llama_cpp, for_tools, to_folder  # only here: most conversions are of models
 
-            location = None if format == "gguf" else destinations.where(place, storage_options)
+            written_to = destinations.is_written_to(dst)
+            location = None if written_to or format == "gguf" else destinations.where(place, storage_options)
             if location is not None and destinations.is_folder(location, format):
-                files, count, nbytes = to_folder(src, base, options, location, overwrite=overwrite)
+                with caching(cache):
+                    file, count, nbytes = to_folder(src, location, given)
                 seconds = time.perf_counter() - started
-                return ConvertReport(location.shown, SAFETENSORS, files, count, nbytes, seconds, None)
-            suffix = ".gguf" if location is None else os.path.splitext(location.path.lower())[1]
+                return ConvertReport(location.shown, SAFETENSORS, [file], count, nbytes, seconds, None)
+            suffix = f".{format or SAFETENSORS}" if location is None else os.path.splitext(location.path.lower())[1]
             if suffix not in (".gguf", ".safetensors"):
                 text = "base= writes a folder, a file for llama.cpp or a file for diffusion models"
-                raise ValueError(f'{text}: {show(dst)} must end with ".gguf" or ".safetensors"')
+                about = "" if format is None else f" with format={show(format)}"
+                raise ValueError(f'{text}: {show(dst)}{about} must end with ".gguf" or ".safetensors"')
             arranged = for_llama_cpp if suffix == ".gguf" else for_tools
-            src, options = arranged(src, base, options, () if destinations.is_written_to(dst) else (place,))
+            src, changed = arranged(src, given, () if written_to else (place,))
+            options |= changed
         with caching(cache):
             if destinations.is_written_to(dst):
                 if record:

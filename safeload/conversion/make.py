@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..adapters.adapter import Adapter, Fit, listed, opened
+from ..adapters.adapter import Adapter, Fit, in_gguf, listed, opened
 from ..adapters.base import AdapterTarget, Apart, Base, Heads, heads_of
 from ..adapters.diffusion import Assembled
 from ..adapters.merge import Merge, check_floating, in_rows, target_of, vocabulary_of, warn_of_config
@@ -809,7 +809,7 @@ def merged(
     if not weighted:
         return catalog
     opened_adapters: Sequence[Adapter] = opened(stack, weighted, storage_options)
-    if catalog.format == GGUF or any(adapter.gguf for adapter in opened_adapters):
+    if catalog.format == GGUF or any(map(in_gguf, opened_adapters)):
         from .adapter_forms import for_base  # only here: most adapters have the names of their base
 
         opened_adapters = for_base(opened_adapters, catalog)

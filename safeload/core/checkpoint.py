@@ -683,12 +683,15 @@ def chosen(checkpoint: Checkpoint, names: Iterable[str] | None, only: Patterns, 
 
 
 def with_aliases(
-    checkpoint: Checkpoint, aliases: Mapping[str, str], places: Mapping[str, tuple[Checkpoint, str]] | None = None
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, str],
+    places: Mapping[str, tuple[Checkpoint, str]] | None = None,
+    names: Iterable[str] | None = None,
 ) -> Checkpoint:
-    """Return a view with second names for tensors, and with the tensors of other checkpoints in ``places`` by name."""
+    """Return a view of all tensors or of some, with second names, and with tensors of other checkpoints by name."""
     view = object.__new__(type(checkpoint))
     view.__dict__.update(checkpoint.__dict__)
-    where = {name: (file, index) for name, file, index in tensors_of(checkpoint)}
+    where = {name: (file, index) for name, file, index in tensors_of(checkpoint, names)}
     view._where = {**where, **{alias: where[name] for alias, name in aliases.items()}}
     view._where.update((name, other._locate(stored)) for name, (other, stored) in (places or {}).items())
     view.weight_files = [*dict.fromkeys((*view.weight_files, *(file for file, _ in view._where.values())))]
