@@ -39,6 +39,7 @@ from ..core.names import Patterns, Selection, choose
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
 from ..core.packing import CODES, INT8, SCHEMES, Packed, Packing, Part, scheme_row
+from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
@@ -656,8 +657,13 @@ class RestructuredCatalog(Catalog):
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes
 
+    def _renamed(self, name: str) -> str | None:
+        """Return the source if the tensor is as it is stored, except for its name."""
+        recipe = self.recipes[name]
+        return None if self.for_engine and recipe.dtype is not None else recipe.renamed
+
     def place(self, name: str) -> TensorPlace:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         return TensorPlace({}) if source is None else self.base.place(source)
 
     def made(self, name: str) -> Made:
@@ -665,19 +671,22 @@ class RestructuredCatalog(Catalog):
         if name in self.rows:
             return self.rows[name]
         sources = [*map(self.base.about, self.sources_of(name))]
-        if self.for_engine and recipe.renamed is not None:
+        if self.for_engine and self._renamed(name) is not None:
             about = sources[0]._replace(name=name, shape=recipe.shape)
         elif recipe.blocks is not None:
             row, size = dtypes.BLOCK_TYPES[recipe.blocks], math.prod(recipe.shape)
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)
         else:
-            rows = {self._row(name, source) for source in sources}
-            keeps = name not in self.fixed and (recipe.scales or not recipe.computes)
+            stated = None if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+            rows = {stated or self._row(name, source) for source in sources}
+            keeps = stated is not None or (name not in self.fixed and (recipe.scales or not recipe.computes))
             row = rows.pop() if len(rows) == 1 and keeps else _F32
-            row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
-            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+            size = row.nbytes(math.prod(recipe.shape))
+            about = TensorDescription(name, row.name, recipe.shape, size, row, row.floating)
         # Dequantized and computed values are not rounded before they are quantized.
-        work = _F32 if recipe.computes or any(source.quantized for source in sources) else about.row
+        rounded = self.for_engine and recipe.dtype is not None
+        quantized = any(source.quantized for source in sources)
+        work = _F32 if recipe.computes or (quantized and not rounded) else about.row
 
         def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
             self.make(recipe, row, out, threads)
@@ -716,19 +725,19 @@ class RestructuredCatalog(Catalog):
             self.base.check_kept(source)
 
     def source(self, name: str, threads: int | None = None, room: Room = private_array) -> Source | QuantizedTensor:
-        recipe = self.recipes[name]
-        if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
+        recipe, renamed = self.recipes[name], self._renamed(name)
+        if renamed is None or self.base.about(renamed).quantized:
             return super().source(name, threads, room)
-        source = self.base.source(recipe.renamed, threads, room)
+        source = self.base.source(renamed, threads, room)
         return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
     def restoring(self, name: str) -> Source | None:
-        recipe = self.recipes[name]
-        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        recipe, renamed = self.recipes[name], self._renamed(name)
+        source = None if renamed is None else self.base.restoring(renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
     def packed(self, name: str) -> Packed | None:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         return None if source is None else self.base.packed(source)
 
     def scheme(self, name: str) -> str | None:
@@ -757,7 +766,7 @@ class RestructuredCatalog(Catalog):
         return result
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None, room: Room = private_array) -> Any:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         if self.for_engine and dtype is None and source is not None and self.base.about(source).packed:
             return self.base.value(source, threads)
         return super().value(name, threads, dtype, room)
@@ -789,34 +798,50 @@ class RestructuredCatalog(Catalog):
         """Free the memory of a source that was read as a whole."""
         self._whole = None
 
+    def fill(self, arrays: Mapping[str, Array], *, threads: int | None = None, progress: Progress = None) -> None:
+        """Fill C-contiguous arrays with tensors in their own dtypes, in one run as far as possible."""
+        batch = jobs.Batch()
+        for name, array in arrays.items():
+            self._add(batch, self.recipes[name], self.about(name).row, array, threads)
+        batch.run(threads=threads, progress=progress)
+        self.release()
+
     def make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
         """Fill an array with a tensor or an item; several threads may call this if sources are plain and in files."""
         if recipe.constant is not None:
             out[...] = astype(recipe.constant, row.name)
+        batch = jobs.Batch()
+        self._add(batch, recipe, row, out, threads)
+        if batch.jobs:
+            batch.run(threads=threads)
+
+    def _add(self, batch: jobs.Batch, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Add the jobs that fill an array; values that no job can place are made at once."""
         for move in recipe.moves:
-            target = move.written.of(out)
-            arrangement = move.arrangement
+            target, arrangement = move.written.of(out), move.arrangement
             if move.read == TensorView() and arrangement is None and target.flags.c_contiguous:
-                stored: Array = target.reshape(self.base.about(move.source).shape)
-                self.base.read_into(move.source, row, stored, threads)
-                continue
-            if (job := self._transposing(move, row, target)) is not None:
-                batch = jobs.Batch([job])
+                source = self.base.in_place(move.source)
+                if source is None or source.row.packed:
+                    stored: Array = target.reshape(self.base.about(move.source).shape)
+                    self.base.read_into(move.source, row, stored, threads)
+                elif source.size:
+                    batch.jobs += source.jobs(batch.into(target), row.number)
+            elif (job := self._transposing(move, row, target)) is not None:
                 batch.results((target,))
-                batch.run(threads=threads)
-                continue
-            work = _F32 if arrangement is not None and arrangement.computes else row
-            array = self._item(move.source, move.read.item, work, threads)
-            if arrangement is not None:
-                arrangement.fill(target, array, row, threads)
+                batch.jobs.append(job)
             else:
-                copy_values(target, move.read._replace(item=None).of(array), threads)
+                work = _F32 if arrangement is not None and arrangement.computes else row
+                array = self._item(move.source, move.read.item, work, threads)
+                if arrangement is not None:
+                    arrangement.fill(target, array, row, threads)
+                else:
+                    copy_values(target, move.read._replace(item=None).of(array), threads)
 
     def _transposing(self, move: Move, row: dtypes.Dtype, target: Array) -> jobs.Job | None:
         """Return a job that transposes a matrix while it is read; None if values must be made first."""
         part = move.turned
         source = self.base.in_place(move.source) if part is not None and target.flags.c_contiguous else None
-        if part is None or source is None or source.packed is not None or source.row.packed:
+        if part is None or source is None or source.packed is not None or source.row.packed or source.row.blocked:
             return None
         if len(source.shape) != (2 if part.item is None else 3):
             return None

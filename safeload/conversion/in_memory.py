@@ -27,7 +27,7 @@ from ..quant.quantization import Quantization
 from .arranging import arranged
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertRequest, Decider, check_codes
-from .make import COPIED, Decision, Maker, fill, plan
+from .make import COPIED, Decision, Maker, stacked
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
 from .rules import Keep, Rules, Scheme, Summary, importance_by_name
 
@@ -309,19 +309,19 @@ def stack(
     if out is not None:
         check_mapping(out, "out")
     with Catalog.of(source, storage_options) as catalog:
-        plans = plan(catalog.descriptions([*catalog]), layout, target)
-        used = {name for stack in plans for name in stack.names}
+        laid = stacked(catalog, catalog.descriptions([*catalog]), layout, target)
+        used = {source for name in laid for source in laid.sources_of(name)}
         catalog.refuse_codes(used, "stack")
         result = StackedDict()
-        unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+        unknown = sorted(set(out or ()).difference(laid), key=str)
         if unknown:
             raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
-        for stack in plans:
-            dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
+        for name, about in laid.descriptions([*laid]).items():
             if out is not None and name not in out:
                 raise ValueError(f"out: no array for {show(name)}")
+            dtype = dtypes.array_dtype(about.row.number)
             try:
-                result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
+                result[name] = target_array(about.shape, dtype, None if out is None else out[name])
             except ValueError as error:
                 raise ValueError(f"{show(name)}: {error}") from None
         moved: dict[str, Array] = {}  # arrays that overlap those of the source
@@ -330,8 +330,7 @@ def stack(
             refuse_own_files(result, catalog.weight_files)
             names = overlapping(result, catalog.memory_of(used))
             moved = {name: private_array(result[name].shape, result[name].dtype) for name in names}
-        filled = {**result, **moved}
-        fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
+        laid.fill({**result, **moved}, threads=threads, progress=progress)
         for name, array in moved.items():
             np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in used)
