@@ -25,11 +25,10 @@ from ..core.described import pack, texts_with
 from ..core.files import Location, check_unchanged, identity_of
 from ..core.memory import private_array, windows
 from ..core.names import Renames, renamed
-from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
+from ..core.quantized_tensor import PartRows, storage_of
 from ..core.registry import GGUF, SAFETENSORS, row_of
 from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
-from ..core.source import Source
 from ..core.staging import read_ahead
 from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
 from ..core.text import absolute, as_texts, debug, error_about, show
@@ -355,7 +354,8 @@ class Maker:
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
-        self._small: dict[str, tuple[LazyParts, int, Callable[[], Source]]] = {}  # with bytes and values as stored
+        self._quantized: dict[str, tuple[LazyParts, Callable[[], Any]]] = {}  # by name, with the values
+        self._small: dict[str, int] = {}  # bytes of those that are quantized in groups
         self._groups: dict[str, list[str]] = {}  # of small tensors, by name
         self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
         quantized = (name for name, decision in decisions.items() if decision.scheme is not None)
@@ -366,20 +366,19 @@ class Maker:
         (source,) = decision.sources or (name,)
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
-        tensor, scheme, importance = self._about(source), decision.scheme, self._importance.get(name)
+        tensor, scheme = self._about(source), decision.scheme
         if scheme in presets():
             return self._encoded(source, decision, tensor)
         if scheme is not None and decision.codes:
             return _quantized_later(scheme, tensor.shape, None, partial(self._in_blocks, scheme, source), lambda: None)
-        if scheme is not None and importance is None and self._is_small(source, tensor):
+        if scheme is not None:
             codes, scale = partial(self._in_group, packing.CODES, name), partial(self._in_group, packing.SCALE, name)
             output = _quantized_later(scheme, tensor.shape, packing.usual_axis(scheme, tensor.shape), codes, scale)
-            values: Any = partial(self._catalog.values, source, name)
-            self._small[name] = output, tensor.nbytes, values
+            if small := name not in self._importance and self._is_small(source, tensor):
+                self._small[name] = tensor.nbytes
+            room = private_array if small else self._scratch.array
+            self._quantized[name] = output, partial(self._catalog.values, source, name, room=room)
             return output
-        if scheme is not None:
-            values = partial(self._catalog.values, source, name, room=self._scratch.array)
-            return self._quantized(scheme, tensor.shape, values, importance)
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
@@ -417,25 +416,6 @@ class Maker:
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
         return None if entry is None or entry.target != row.number else entry
-
-    def _quantized(
-        self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
-    ) -> LazyParts:
-        axis = packing.usual_axis(scheme, shape)
-        (dtype, stored), _ = storage_of(scheme, shape, axis)
-
-        def make() -> QuantizedTensor:
-            return quantize.quantize_source(
-                read(),  # may occupy the scratch memory
-                scheme,
-                axis=axis,
-                rounding=self._rounding,
-                data=self._codes.array(stored, dtype),
-                threads=self._threads,
-                importance=importance,
-            )
-
-        return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _in_blocks(self, scheme: str, source: str) -> Array:
         return blocks(scheme, self._catalog.coded(source), self._threads)
@@ -545,14 +525,14 @@ class Maker:
 
     def begin(self, names: Iterable[str]) -> None:
         """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
-        schemes = {name: self._small[name][0].scheme for name in names if name in self._small}
-        sizes = {name: max(_GROUP_BYTES // _GROUP_TENSORS, self._small[name][1]) for name in schemes}
+        schemes = {name: self._quantized[name][0].scheme for name in names if name in self._small}
+        sizes = {name: max(_GROUP_BYTES // _GROUP_TENSORS, self._small[name]) for name in schemes}
         ordered = sorted(schemes, key=schemes.__getitem__)  # neighbours in a group have one scheme
         groups = windows(ordered, _GROUP_BYTES, sizes.__getitem__, schemes.__getitem__)
         self._groups = {name: group for group in groups for name in group}
 
     def _in_group(self, part: str, name: str) -> Array:
-        """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
+        """Return codes or scales of a tensor, made with its group, or alone if it has none or the group fails."""
         if (part, name) not in self._grouped:
             group, arrays = self._groups.get(name, [name]), {}
             if len(group) > 1:
@@ -561,12 +541,25 @@ class Maker:
                 except Exception as error:
                     debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-            arrays = arrays or self._together(part, [name])
+            arrays = arrays or {name: self._alone(part, name)}
             self._grouped.update({(part, other): array for other, array in arrays.items()})
         return self._grouped.pop((part, name))
 
+    def _alone(self, part: str, name: str) -> Any:
+        output, values = self._quantized[name]
+        result = quantize.quantize_source(
+            values(),  # may occupy the scratch memory
+            output.scheme,
+            axis=output.axis,
+            rounding=self._rounding,
+            data=self._codes.array(output.roles[packing.CODES].shape, output.roles[packing.CODES].dtype),
+            threads=self._threads,
+            importance=self._importance.get(name),
+        )
+        return result.data if part == packing.CODES else result.scale
+
     def _together(self, part: str, group: Sequence[str]) -> dict[str, Array]:
-        tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
+        tensors = [(output, values()) for output, values in map(self._quantized.__getitem__, group)]
         if part == packing.CODES:
             requests = [
                 quantize.quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors
