@@ -487,7 +487,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     preset, target, restored = request.preset, request.target, is_restored(catalog, request)
     leaves_mlx = _leaves_mlx(catalog, request)
     if leaves_mlx or preset is not None:
-        from .arranging import arranged, from_mlx  # only here: other results need no form of a model
+        from .forms import arranged, from_mlx  # only here: other results need no form of a model
     if leaves_mlx:
         catalog = from_mlx(catalog)
     if preset is not None and not restored:

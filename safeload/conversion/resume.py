@@ -33,11 +33,11 @@ from ..models.layout import Layout, StackedTensor
 from ..quant.families import presets
 from ..remote import url as urls
 from . import decide, executors, origin
-from .arranging import arranged
 from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes, weight_map
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
+from .forms import arranged
 from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, stacked
 from .origin import digest_of
 from .rules import Summary
