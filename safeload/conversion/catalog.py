@@ -487,16 +487,22 @@ class Catalog:
         origin, file, index = self._places[name]
         value = origin[name] if file is None else None
         packed = value.restoring() if isinstance(value, QuantizedTensor) else None
-        source = self.restoring(name) if packed is None else of_packed(name, *packed)
+        source = None if packed is None else of_packed(name, *packed)
+        source = self.restoring(name) if file is not None else source
         if source is not None:  # codes must be in the order of their values
             return source if source.in_order else None
         if file is not None:
             return in_file(origin, name, file, index)
-        data, about = value.data if isinstance(value, QuantizedTensor) else as_array(value, name), self.about(name)
+        row: dtypes.Dtype | None
+        if isinstance(value, QuantizedTensor):
+            data, row, shape = value.data, scheme_row(value.scheme), value.shape
+        else:
+            data = as_array(value, name)
+            row, shape = dtypes.row_of(data.dtype), data.shape
         # Elements must be whole bytes, and in C order.
-        if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
+        if row is None or row.packed or not (data.flags.c_contiguous and data.dtype.isnative):
             return None
-        return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
+        return of_numbers(name, data, row, None)._replace(shape=shape)
 
     def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
@@ -622,6 +628,7 @@ def is_path(source: Any) -> bool:
 
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+_WHOLE = TensorView()
 
 
 class RestructuredCatalog(Catalog):
@@ -670,23 +677,23 @@ class RestructuredCatalog(Catalog):
         recipe = self.recipes[name]
         if name in self.rows:
             return self.rows[name]
-        sources = [*map(self.base.about, self.sources_of(name))]
+        stated = None if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+        # Values that an engine has in a stated dtype are rounded to it, whatever is made of them then.
+        rounded = self.for_engine and stated is not None
+        sources = [] if rounded else [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and self._renamed(name) is not None:
             about = sources[0]._replace(name=name, shape=recipe.shape)
         elif recipe.blocks is not None:
             row, size = dtypes.BLOCK_TYPES[recipe.blocks], math.prod(recipe.shape)
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)
         else:
-            stated = None if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
-            rows = {stated or self._row(name, source) for source in sources}
+            rows = {self._row(name, source) for source in sources} if stated is None else {stated}
             keeps = stated is not None or (name not in self.fixed and (recipe.scales or not recipe.computes))
             row = rows.pop() if len(rows) == 1 and keeps else _F32
             size = row.nbytes(math.prod(recipe.shape))
             about = TensorDescription(name, row.name, recipe.shape, size, row, row.floating)
         # Dequantized and computed values are not rounded before they are quantized.
-        rounded = self.for_engine and recipe.dtype is not None
-        quantized = any(source.quantized for source in sources)
-        work = _F32 if recipe.computes or (quantized and not rounded) else about.row
+        work = _F32 if recipe.computes or any(source.quantized for source in sources) else about.row
 
         def fill(row: dtypes.Dtype, out: Array, threads: int | None) -> None:
             self.make(recipe, row, out, threads)
@@ -819,7 +826,7 @@ class RestructuredCatalog(Catalog):
         """Add the jobs that fill an array; values that no job can place are made at once."""
         for move in recipe.moves:
             target, arrangement = move.written.of(out), move.arrangement
-            if move.read == TensorView() and arrangement is None and target.flags.c_contiguous:
+            if move.read == _WHOLE and arrangement is None and target.flags.c_contiguous:
                 source = self.base.in_place(move.source)
                 if source is None or source.row.packed:
                     stored: Array = target.reshape(self.base.about(move.source).shape)
