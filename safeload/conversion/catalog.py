@@ -665,7 +665,7 @@ class RestructuredCatalog(Catalog):
         self._known = recipes
 
     def _renamed(self, name: str) -> str | None:
-        """Return the source if the tensor is as it is stored, except for its name."""
+        """Return the source if only the name changes, or for another program also shape and dtype; else None."""
         recipe = self.recipes[name]
         return None if self.for_engine and recipe.dtype is not None else recipe.renamed
 
@@ -678,7 +678,7 @@ class RestructuredCatalog(Catalog):
         if name in self.rows:
             return self.rows[name]
         stated = None if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
-        # Values that an engine has in a stated dtype are rounded to it, whatever is made of them then.
+        # If a recipe for an engine states a dtype, values are rounded before they are quantized.
         rounded = self.for_engine and stated is not None
         sources = [] if rounded else [*map(self.base.about, self.sources_of(name))]
         if self.for_engine and self._renamed(name) is not None:
@@ -823,7 +823,7 @@ class RestructuredCatalog(Catalog):
             batch.run(threads=threads)
 
     def _add(self, batch: jobs.Batch, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
-        """Add the jobs that fill an array; values that no job can place are made at once."""
+        """Add jobs to fill an array; if values need more than a job, they are made at once."""
         for move in recipe.moves:
             target, arrangement = move.written.of(out), move.arrangement
             if move.read == _WHOLE and arrangement is None and target.flags.c_contiguous:

@@ -58,6 +58,7 @@ from .rules import (
     rules_for,
     schema_of,
     tied_heads,
+    unlike_mlx,
 )
 from .sink import Sink
 
@@ -551,14 +552,10 @@ def _check_mlx(catalog: Catalog, request: ConvertRequest) -> None:
     """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
     if not is_of_mlx(catalog) or request.options["raw"] or not changed_by_mlx(catalog.config):
         return
+    if request.folder is not None:
+        raise unlike_mlx(catalog)
     why = not_as_in_mlx((catalog.config or {}).get("model_type"))
-    if request.folder is None:
-        warning("%s: %s: the result has MLX's names and values", request.path, why)
-        return
-    raise UnsupportedError(
-        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
-        path=catalog.title,
-    )
+    warning("%s: %s: the result has MLX's names and values", request.path, why)
 
 
 def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:

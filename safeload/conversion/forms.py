@@ -42,7 +42,7 @@ from ..quant.quantization import without_quantization
 from .catalog import Catalog, RestructuredCatalog
 from .llama_cpp.settings import ROPE_TENSORS, ModelConfig
 from .recipes import Arrangement, Move, TensorRecipe, TensorView
-from .rules import is_of_mlx, not_as_in_mlx
+from .rules import is_of_mlx, unlike_mlx
 
 # How a model stores experts: one by one, or all in one tensor.
 SINGLE, FUSED = "single", "fused"
@@ -645,11 +645,7 @@ def from_mlx(catalog: Catalog) -> Catalog:
     if not changed_by_mlx(config):
         return catalog
     if form is None:
-        raise UnsupportedError(
-            f"{catalog.title}: {not_as_in_mlx(config.get('model_type'))}. Convert the original checkpoint instead; "
-            "raw=True writes MLX's names and values",
-            path=catalog.title,
-        )
+        raise unlike_mlx(catalog)
     catalog.refuse_codes(catalog, "convert to a model of transformers")
     prefix = form.types[config["model_type"]]
     strange = [name for name in catalog if not name.startswith(prefix)]

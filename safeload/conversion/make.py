@@ -355,7 +355,7 @@ class Maker:
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
         self._quantized: dict[str, tuple[LazyParts, Callable[[], Any]]] = {}  # by name, with the values
-        self._small: dict[str, int] = {}  # bytes of those that are quantized in groups
+        self._small: dict[str, int] = {}  # bytes of each tensor quantized in a group
         self._groups: dict[str, list[str]] = {}  # of small tensors, by name
         self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
         quantized = (name for name, decision in decisions.items() if decision.scheme is not None)
@@ -532,7 +532,7 @@ class Maker:
         self._groups = {name: group for group in groups for name in group}
 
     def _in_group(self, part: str, name: str) -> Array:
-        """Return codes or scales of a tensor, made with its group, or alone if it has none or the group fails."""
+        """Return codes or scales of a tensor, made with its group, or alone if there is no group or the group fails."""
         if (part, name) not in self._grouped:
             group, arrays = self._groups.get(name, [name]), {}
             if len(group) > 1:
@@ -596,7 +596,7 @@ def _stored(part: packing.Part, threads: int | None) -> Lazy:
 
 def stacked(
     catalog: Catalog,
-    tensors: Mapping[str, TensorDescription],  # of the catalog, that the layout can use
+    tensors: Mapping[str, TensorDescription],  # of the catalog, for the layout
     layout: Layout,
     target: dtypes.Dtype | None,
 ) -> RestructuredCatalog:

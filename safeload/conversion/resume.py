@@ -260,7 +260,7 @@ def _pieces(
             "metadata": None if texts is None else dict(texts),
             "rename": origin.texts_of(request.options["rename"]),
             "adapters": adapters,
-            "names": names if stored is not catalog else None,  # of tensors that are arranged or stacked
+            "names": names if stored is not catalog else None,  # of the sources if tensors are arranged or stacked
             "layout": None if layout is None else [astuple(x) for x in layout.tensors if x.name in {*shard.reads}],
             "arranged_from": arranged_from,
             "editable": shard.editable,
