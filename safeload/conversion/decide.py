@@ -841,9 +841,9 @@ class Decider:
                 continue
             scheme = self._planned(head, tensor).scheme
             if scheme is not None:
-                decisions[head] = Decision(scheme=scheme, sources=(embedding,))
+                decisions[head] = Decision(scheme=scheme, source=embedding)
             elif embedding not in self._descriptions:  # a reader has no embedding in the result to tie the head to
-                decisions[head] = self._decide(embedding, tensor)._replace(sources=(embedding,))
+                decisions[head] = self._decide(embedding, tensor)._replace(source=embedding)
         return decisions
 
     def _scales_beside(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:

@@ -171,7 +171,7 @@ def _quantized(
     imatrix: PathLike | Mapping[str, Any] | None,
 ) -> QuantizedDict:
     """Load tensors quantized, and other floating tensors as float32, in one run."""
-    origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
+    origins = {name: decision.source or name for name, decision in decisions.items()}
     abouts = {name: catalog.about(origin) for name, origin in origins.items()}
     weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, packing.INT8)}
     importance = importance_by_name({} if imatrix is None else imatrix, weighted)

@@ -66,14 +66,14 @@ class Decision(NamedTuple):
 
     dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
     scheme: str | None = None  # scheme to quantize to
-    sources: tuple[str, ...] = ()  # another name in the source: of the embedding of a head
+    source: str = ""  # another name in the source: of the embedding of a head
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
     codes: str = ""  # `COPIED` or `MOVED` if the codes of the source stay
 
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.partners or self.codes or self.scheme == packing.INT8:
+        if self.source or self.partners or self.codes or self.scheme == packing.INT8:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
@@ -233,10 +233,10 @@ def outputs_of(
 
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
     """Return the names in the source of all tensors that these tensors depend on."""
-    if not any(decision.sources or decision.partners for decision in {*decided}):
+    if not any(decision.source or decision.partners for decision in {*decided}):
         return names
     pairs = zip(names, decided, strict=True)
-    return [*dict.fromkeys(read for name, each in pairs for read in (*(each.sources or (name,)), *each.partners))]
+    return [*dict.fromkeys(read for name, each in pairs for read in (each.source or name, *each.partners))]
 
 
 def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
@@ -363,7 +363,7 @@ class Maker:
         self._importance = {} if matrix is None else vectors_for(matrix, shapes)
 
     def output(self, name: str, decision: Decision) -> AnyTensor:
-        (source,) = decision.sources or (name,)
+        source = decision.source or name
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
         tensor, scheme = self._about(source), decision.scheme
@@ -407,11 +407,10 @@ class Maker:
         if self._format != SAFETENSORS:
             return None
         if code not in self._entries:  # single lookups take longer than reading small tensors
-            plain = [
-                (each.sources or (name,))[0]
-                for name, each in self._decisions.items()
-                if each.scheme is None and each.dtype == code
-            ]
+            items = (
+                (name, each) for name, each in self._decisions.items() if each.scheme is None and each.dtype == code
+            )
+            plain = (each.source or name for name, each in items)
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
