@@ -45,14 +45,15 @@ _MODULE_OF = {
         "models.family": "ModelFamily families",
         "conversion.convert": "convert",
         "conversion.decide": "ConvertReport",
-        "conversion.in_memory": "QuantizedDict StackedDict load_quantized stack",
+        "conversion.in_memory": (
+            "QuantizationStats QuantizationTable QuantizedDict StackedDict load_quantized quantization_error stack"
+        ),
         "conversion.resume": "Plan finalize plan_convert",
         "checking.info": "AdapterFitting AdapterSummary Info info",
         "checking.local_models": "LocalModel LocalModels local_models",
         "checking.diff": "DiffReport LayerDiff TensorDiff diff",
         "checking.extract": "ExtractReport extract",
         "checking.stats": "HISTOGRAM_EDGES StatsTable TensorStats stats",
-        "conversion.quantization_error": "QuantizationStats QuantizationTable quantization_error",
         "conversion.quantize": "quantize",
         "conversion.rules": "KEPT_NAMES Summary",
         "checking.report": "report",

@@ -45,13 +45,13 @@ from .compat.serialize import serialize as serialize
 from .compat.serialize import serialize_file as serialize_file
 from .conversion.convert import convert as convert
 from .conversion.decide import ConvertReport as ConvertReport
+from .conversion.in_memory import QuantizationStats as QuantizationStats
+from .conversion.in_memory import QuantizationTable as QuantizationTable
 from .conversion.in_memory import QuantizedDict as QuantizedDict
 from .conversion.in_memory import StackedDict as StackedDict
 from .conversion.in_memory import load_quantized as load_quantized
+from .conversion.in_memory import quantization_error as quantization_error
 from .conversion.in_memory import stack as stack
-from .conversion.quantization_error import QuantizationStats as QuantizationStats
-from .conversion.quantization_error import QuantizationTable as QuantizationTable
-from .conversion.quantization_error import quantization_error as quantization_error
 from .conversion.quantize import quantize as quantize
 from .conversion.resume import Plan as Plan
 from .conversion.resume import finalize as finalize

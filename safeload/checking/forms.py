@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeAlias
 
-from ..conversion.arranging import like
 from ..conversion.catalog import Catalog, RestructuredCatalog
-from ..conversion.forms import laid_out
+from ..conversion.forms import laid_out, like
 from ..conversion.llama_cpp.gguf_models import form_between, from_llama_cpp
 from ..conversion.llama_cpp.settings import ROPE_TENSORS, rotation_factors
 from ..conversion.recipes import Move, TensorRecipe, TensorView

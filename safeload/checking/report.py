@@ -352,7 +352,7 @@ def _quantized(
     opened: loading.Checkpoint, shown: ReportContent, scheme: SchemeName, threads: int | None, bars: Bars
 ) -> str:
     """Return the section on the errors of tensors that `load_quantized` quantizes, reading one at a time."""
-    from ..conversion.quantization_error import COLUMNS, quantization_error
+    from ..conversion.in_memory import COLUMNS, quantization_error
     from ..conversion.quantize import quantize
     from ..conversion.rules import Rules, schema_of
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-from ..conversion.arranging import arranged
 from ..conversion.catalog import Catalog, Given, TensorDescription
+from ..conversion.forms import arranged
 from ..conversion.quantize import WEIGHTS, Encoding, SchemeName
 from ..conversion.rules import EngineRules, Rules, check_restorable, schema_of, tied_heads
 from ..core import dtypes

@@ -39,6 +39,7 @@ from ..core.names import Patterns, Selection, choose
 from ..core.native import address_of
 from ..core.opening import Verify, open_paths
 from ..core.packing import CODES, INT8, SCHEMES, Packed, Packing, Part, scheme_row
+from ..core.progress import Progress
 from ..core.quantized_tensor import QuantizedTensor
 from ..core.runtime import paused
 from ..core.source import Source, in_file, of_array, of_numbers, of_packed
@@ -486,16 +487,22 @@ class Catalog:
         origin, file, index = self._places[name]
         value = origin[name] if file is None else None
         packed = value.restoring() if isinstance(value, QuantizedTensor) else None
-        source = self.restoring(name) if packed is None else of_packed(name, *packed)
+        source = None if packed is None else of_packed(name, *packed)
+        source = self.restoring(name) if file is not None else source
         if source is not None:  # codes must be in the order of their values
             return source if source.in_order else None
         if file is not None:
             return in_file(origin, name, file, index)
-        data, about = value.data if isinstance(value, QuantizedTensor) else as_array(value, name), self.about(name)
+        row: dtypes.Dtype | None
+        if isinstance(value, QuantizedTensor):
+            data, row, shape = value.data, scheme_row(value.scheme), value.shape
+        else:
+            data = as_array(value, name)
+            row, shape = dtypes.row_of(data.dtype), data.shape
         # Elements must be whole bytes, and in C order.
-        if about.element is None or not (data.flags.c_contiguous and data.dtype.isnative):
+        if row is None or row.packed or not (data.flags.c_contiguous and data.dtype.isnative):
             return None
-        return of_numbers(name, data, about.element, None)._replace(shape=about.shape)
+        return of_numbers(name, data, row, None)._replace(shape=shape)
 
     def restoring(self, name: str) -> Source | None:
         """Return a packed or int8 file tensor as a source; jobs dequantize it. None for other tensors."""
@@ -621,6 +628,7 @@ def is_path(source: Any) -> bool:
 
 
 _F32, _BF16 = dtypes.BY_CODE["F32"], dtypes.BY_CODE["BF16"]
+_WHOLE = TensorView()
 
 
 class RestructuredCatalog(Catalog):
@@ -656,26 +664,34 @@ class RestructuredCatalog(Catalog):
         self._whole: tuple[str, str, Array] | None = None  # name, dtype and values of the last packed source
         self._known = recipes
 
+    def _renamed(self, name: str) -> str | None:
+        """Return the source if only the name changes, or for another program also shape and dtype; else None."""
+        recipe = self.recipes[name]
+        return None if self.for_engine and recipe.dtype is not None else recipe.renamed
+
     def place(self, name: str) -> TensorPlace:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         return TensorPlace({}) if source is None else self.base.place(source)
 
     def made(self, name: str) -> Made:
         recipe = self.recipes[name]
         if name in self.rows:
             return self.rows[name]
-        sources = [*map(self.base.about, self.sources_of(name))]
-        if self.for_engine and recipe.renamed is not None:
+        stated = None if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
+        # If a recipe for an engine states a dtype, values are rounded before they are quantized.
+        rounded = self.for_engine and stated is not None
+        sources = [] if rounded else [*map(self.base.about, self.sources_of(name))]
+        if self.for_engine and self._renamed(name) is not None:
             about = sources[0]._replace(name=name, shape=recipe.shape)
         elif recipe.blocks is not None:
             row, size = dtypes.BLOCK_TYPES[recipe.blocks], math.prod(recipe.shape)
             about = TensorDescription(name, row.name, recipe.shape, row.nbytes(size), row, False, row.name)
         else:
-            rows = {self._row(name, source) for source in sources}
-            keeps = name not in self.fixed and (recipe.scales or not recipe.computes)
+            rows = {self._row(name, source) for source in sources} if stated is None else {stated}
+            keeps = stated is not None or (name not in self.fixed and (recipe.scales or not recipe.computes))
             row = rows.pop() if len(rows) == 1 and keeps else _F32
-            row = row if recipe.dtype is None else dtypes.BY_CODE[recipe.dtype]
-            about = TensorDescription(name, row.name, recipe.shape, row.nbytes(math.prod(recipe.shape)), row, True)
+            size = row.nbytes(math.prod(recipe.shape))
+            about = TensorDescription(name, row.name, recipe.shape, size, row, row.floating)
         # Dequantized and computed values are not rounded before they are quantized.
         work = _F32 if recipe.computes or any(source.quantized for source in sources) else about.row
 
@@ -716,19 +732,19 @@ class RestructuredCatalog(Catalog):
             self.base.check_kept(source)
 
     def source(self, name: str, threads: int | None = None, room: Room = private_array) -> Source | QuantizedTensor:
-        recipe = self.recipes[name]
-        if recipe.renamed is None or self.base.about(recipe.renamed).quantized:
+        recipe, renamed = self.recipes[name], self._renamed(name)
+        if renamed is None or self.base.about(renamed).quantized:
             return super().source(name, threads, room)
-        source = self.base.source(recipe.renamed, threads, room)
+        source = self.base.source(renamed, threads, room)
         return source if isinstance(source, QuantizedTensor) else source._replace(name=name, shape=recipe.shape)
 
     def restoring(self, name: str) -> Source | None:
-        recipe = self.recipes[name]
-        source = None if recipe.renamed is None else self.base.restoring(recipe.renamed)
+        recipe, renamed = self.recipes[name], self._renamed(name)
+        source = None if renamed is None else self.base.restoring(renamed)
         return source._replace(name=name) if source is not None and source.shape == recipe.shape else None
 
     def packed(self, name: str) -> Packed | None:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         return None if source is None else self.base.packed(source)
 
     def scheme(self, name: str) -> str | None:
@@ -757,7 +773,7 @@ class RestructuredCatalog(Catalog):
         return result
 
     def value(self, name: str, threads: int | None = None, dtype: Any = None, room: Room = private_array) -> Any:
-        source = self.recipes[name].renamed
+        source = self._renamed(name)
         if self.for_engine and dtype is None and source is not None and self.base.about(source).packed:
             return self.base.value(source, threads)
         return super().value(name, threads, dtype, room)
@@ -789,34 +805,50 @@ class RestructuredCatalog(Catalog):
         """Free the memory of a source that was read as a whole."""
         self._whole = None
 
+    def fill(self, arrays: Mapping[str, Array], *, threads: int | None = None, progress: Progress = None) -> None:
+        """Fill C-contiguous arrays with tensors in their own dtypes, in one run as far as possible."""
+        batch = jobs.Batch()
+        for name, array in arrays.items():
+            self._add(batch, self.recipes[name], self.about(name).row, array, threads)
+        batch.run(threads=threads, progress=progress)
+        self.release()
+
     def make(self, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
         """Fill an array with a tensor or an item; several threads may call this if sources are plain and in files."""
         if recipe.constant is not None:
             out[...] = astype(recipe.constant, row.name)
+        batch = jobs.Batch()
+        self._add(batch, recipe, row, out, threads)
+        if batch.jobs:
+            batch.run(threads=threads)
+
+    def _add(self, batch: jobs.Batch, recipe: TensorRecipe, row: dtypes.Dtype, out: Array, threads: int | None) -> None:
+        """Add jobs to fill an array; if values need more than a job, they are made at once."""
         for move in recipe.moves:
-            target = move.written.of(out)
-            arrangement = move.arrangement
-            if move.read == TensorView() and arrangement is None and target.flags.c_contiguous:
-                stored: Array = target.reshape(self.base.about(move.source).shape)
-                self.base.read_into(move.source, row, stored, threads)
-                continue
-            if (job := self._transposing(move, row, target)) is not None:
-                batch = jobs.Batch([job])
+            target, arrangement = move.written.of(out), move.arrangement
+            if move.read == _WHOLE and arrangement is None and target.flags.c_contiguous:
+                source = self.base.in_place(move.source)
+                if source is None or source.row.packed:
+                    stored: Array = target.reshape(self.base.about(move.source).shape)
+                    self.base.read_into(move.source, row, stored, threads)
+                elif source.size:
+                    batch.jobs += source.jobs(batch.into(target), row.number)
+            elif (job := self._transposing(move, row, target)) is not None:
                 batch.results((target,))
-                batch.run(threads=threads)
-                continue
-            work = _F32 if arrangement is not None and arrangement.computes else row
-            array = self._item(move.source, move.read.item, work, threads)
-            if arrangement is not None:
-                arrangement.fill(target, array, row, threads)
+                batch.jobs.append(job)
             else:
-                copy_values(target, move.read._replace(item=None).of(array), threads)
+                work = _F32 if arrangement is not None and arrangement.computes else row
+                array = self._item(move.source, move.read.item, work, threads)
+                if arrangement is not None:
+                    arrangement.fill(target, array, row, threads)
+                else:
+                    copy_values(target, move.read._replace(item=None).of(array), threads)
 
     def _transposing(self, move: Move, row: dtypes.Dtype, target: Array) -> jobs.Job | None:
         """Return a job that transposes a matrix while it is read; None if values must be made first."""
         part = move.turned
         source = self.base.in_place(move.source) if part is not None and target.flags.c_contiguous else None
-        if part is None or source is None or source.packed is not None or source.row.packed:
+        if part is None or source is None or source.packed is not None or source.row.packed or source.row.blocked:
             return None
         if len(source.shape) != (2 if part.item is None else 3):
             return None

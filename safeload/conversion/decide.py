@@ -39,7 +39,7 @@ from ..quant.families import Preset, preset_of, presets
 from ..quant.quantization import QUANTIZATION, Quantization, is_kept_by, is_own, without_quantization
 from .catalog import Catalog, Given, RestructuredCatalog, TensorDescription, has_names, is_path
 from .destinations import Destination, check_writable, config_with, extras_of, is_folder, limit_of, sink_of, where
-from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, plan, spans_of
+from .make import COPIED, MOVED, Decision, Outputs, merged, outputs_of, spans_of, stacked
 from .quantize import WEIGHTS
 from .rules import (
     TOWER_SCHEME,
@@ -58,6 +58,7 @@ from .rules import (
     rules_for,
     schema_of,
     tied_heads,
+    unlike_mlx,
 )
 from .sink import Sink
 
@@ -487,7 +488,7 @@ def _as_model(catalog: Catalog, request: ConvertRequest) -> Catalog:
     preset, target, restored = request.preset, request.target, is_restored(catalog, request)
     leaves_mlx = _leaves_mlx(catalog, request)
     if leaves_mlx or preset is not None:
-        from .arranging import arranged, from_mlx  # only here: other results need no form of a model
+        from .forms import arranged, from_mlx  # only here: other results need no form of a model
     if leaves_mlx:
         catalog = from_mlx(catalog)
     if preset is not None and not restored:
@@ -551,14 +552,10 @@ def _check_mlx(catalog: Catalog, request: ConvertRequest) -> None:
     """Refuse to write a folder for transformers from an MLX model that mlx-lm stores otherwise; warn of a file."""
     if not is_of_mlx(catalog) or request.options["raw"] or not changed_by_mlx(catalog.config):
         return
+    if request.folder is not None:
+        raise unlike_mlx(catalog)
     why = not_as_in_mlx((catalog.config or {}).get("model_type"))
-    if request.folder is None:
-        warning("%s: %s: the result has MLX's names and values", request.path, why)
-        return
-    raise UnsupportedError(
-        f"{catalog.title}: {why}. Convert the original checkpoint instead; raw=True writes MLX's names and values",
-        path=catalog.title,
-    )
+    warning("%s: %s: the result has MLX's names and values", request.path, why)
 
 
 def _warn_of_stacks(catalog: Catalog, names: Mapping[str, str], path: str) -> None:
@@ -696,22 +693,23 @@ class Decider:
         changes = self._restored if engine is None else not engine.engine.stacks_experts
         if changes:
             _check_mlx(catalog, request)
-        decisions = self._of_layout(layout) if layout is not None else self.of_tensors()
+        laid = None if layout is None else stacked(catalog, self._descriptions, layout, self._target)
+        decisions = self.of_tensors() if laid is None else self._of_layout(laid)
         if isinstance(rules, Rules) and rules.patterns:
             check_matches("quantize", rules.patterns, {*self._descriptions, *self._heads, *decisions})
         converts = self._target is not None or rules is not None
         if options["adapters"] is not None and not converts and layout is None:
-            for source in {source for name, decision in decisions.items() for source in decision.sources or (name,)}:
-                catalog.check_kept(source)
+            for name in decisions:  # none is a tied head
+                catalog.check_kept(name)
         outputs = outputs_of(
-            catalog,
+            catalog if laid is None else laid,
             decisions,
             format,
             rename=options["rename"],
             threads=request.threads,
-            tensors=self._tensors,
+            tensors=self._tensors if laid is None else None,
             spans=self._spans,
-            descriptions=self._descriptions,
+            descriptions=self._descriptions if laid is None else None,
             matrix=matrix,
         )
         names = dict(zip(outputs.reads, outputs.names, strict=True)) if outputs.made else {}
@@ -843,9 +841,9 @@ class Decider:
                 continue
             scheme = self._planned(head, tensor).scheme
             if scheme is not None:
-                decisions[head] = Decision(scheme=scheme, sources=(embedding,))
+                decisions[head] = Decision(scheme=scheme, source=embedding)
             elif embedding not in self._descriptions:  # a reader has no embedding in the result to tie the head to
-                decisions[head] = self._decide(embedding, tensor)._replace(sources=(embedding,))
+                decisions[head] = self._decide(embedding, tensor)._replace(source=embedding)
         return decisions
 
     def _scales_beside(self, decisions: Mapping[str, Decision]) -> dict[str, Decision]:
@@ -873,16 +871,13 @@ class Decider:
             why = why if self._engine is None else f"{self._engine.preset.name} has no place for them"
             self._lost.append(f"{plural(len(scales), 'scale')} of {of} left out, such as {show(min(scales))}: {why}")
 
-    def _of_layout(self, layout: Layout) -> dict[str, Decision]:
-        decisions: dict[str, Decision] = {}
-        for stack in plan(self._descriptions, layout, self._target):
-            entry, row, shape = stack.entry, stack.row, stack.shape
-            finder.refuse(self._catalog.codes, stack.names, "convert with layout=")
-            about = TensorDescription(entry.name, row.name, shape, row.nbytes(math.prod(shape)), row, row.floating)
-            scheme = None if self._rules is None else self._planned(entry.name, about).scheme
-            fields = entry.name, entry.source, entry.transpose
-            decisions[entry.name] = Decision(row.code, scheme, tuple(stack.names), fields)
-        return decisions
+    def _of_layout(self, laid: RestructuredCatalog) -> dict[str, Decision]:
+        finder.refuse(
+            self._catalog.codes, (each for name in laid for each in laid.sources_of(name)), "convert with layout="
+        )
+        if self._rules is None:
+            return dict.fromkeys(laid, Decision())
+        return {name: Decision(scheme=self._planned(name, laid.about(name)).scheme) for name in laid}
 
     def _planned(self, name: str, tensor: TensorDescription) -> Planned:
         """Apply the rules to a tensor and record the outcome for the summary."""

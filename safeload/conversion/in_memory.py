@@ -1,35 +1,37 @@
-"""Results of a conversion in memory: quantized checkpoints, and stacked layers."""
+"""Results of a conversion in memory: quantized checkpoints and their error, and stacked layers."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from ..core import dtypes, jobs, packing
-from ..core.arrays import Array, check_disjoint, check_mapping, overlapping
+from ..core.arrays import Array, as_array, check_disjoint, check_mapping, overlapping
 from ..core.cast import target_array
 from ..core.load import parse_target, refuse_own_files
 from ..core.memory import check_threads, private_array
 from ..core.progress import Progress, reporter
 from ..core.quantized_tensor import QuantizedTensor
-from ..core.showing import dict_repr
+from ..core.showing import Result, ResultTable, dict_repr, table
 from ..core.source import Source, of_reals
-from ..core.text import PathLike, show, subject
+from ..core.text import PathLike, printable, show, subject
 from ..errors import exported, public
 from ..models.layout import Layout
 from ..quant.codes import blocks
 from ..quant.families import preset_of
 from ..quant.packed_group import GroupContext, packing_of
 from ..quant.quantization import Quantization
-from .arranging import arranged
-from .catalog import Catalog, Given
+from .catalog import Catalog, Given, TensorDescription
 from .decide import ConvertOptions, ConvertRequest, Decider, check_codes
-from .make import COPIED, Decision, Maker, fill, plan
+from .forms import arranged, like
+from .make import COPIED, Decision, Maker, stacked
 from .quantize import Request, Rounding, quantizing, run_requests, weighted_rounding
-from .rules import Keep, Rules, Scheme, Summary, importance_by_name
+from .rules import Keep, Rules, Scheme, Summary, importance_by_name, schema_of, tied_heads
 
 # ---- quantized ----
 
@@ -169,7 +171,7 @@ def _quantized(
     imatrix: PathLike | Mapping[str, Any] | None,
 ) -> QuantizedDict:
     """Load tensors quantized, and other floating tensors as float32, in one run."""
-    origins = {name: (decision.sources or (name,))[0] for name, decision in decisions.items()}
+    origins = {name: decision.source or name for name, decision in decisions.items()}
     abouts = {name: catalog.about(origin) for name, origin in origins.items()}
     weighted = {name: abouts[name].shape for name, each in decisions.items() if each.scheme not in (None, packing.INT8)}
     importance = importance_by_name({} if imatrix is None else imatrix, weighted)
@@ -309,19 +311,19 @@ def stack(
     if out is not None:
         check_mapping(out, "out")
     with Catalog.of(source, storage_options) as catalog:
-        plans = plan(catalog.descriptions([*catalog]), layout, target)
-        used = {name for stack in plans for name in stack.names}
+        laid = stacked(catalog, catalog.descriptions([*catalog]), layout, target)
+        used = {source for name in laid for source in laid.sources_of(name)}
         catalog.refuse_codes(used, "stack")
         result = StackedDict()
-        unknown = sorted(set(out or ()) - {p.entry.name for p in plans}, key=str)
+        unknown = sorted(set(out or ()).difference(laid), key=str)
         if unknown:
             raise ValueError(f"out: {show(unknown[0])} is not a tensor of this layout")
-        for stack in plans:
-            dtype, name = dtypes.array_dtype(stack.row.number), stack.entry.name
+        for name, about in laid.descriptions([*laid]).items():
             if out is not None and name not in out:
                 raise ValueError(f"out: no array for {show(name)}")
+            dtype = dtypes.array_dtype(about.row.number)
             try:
-                result[name] = target_array(stack.shape, dtype, None if out is None else out[name])
+                result[name] = target_array(about.shape, dtype, None if out is None else out[name])
             except ValueError as error:
                 raise ValueError(f"{show(name)}: {error}") from None
         moved: dict[str, Array] = {}  # arrays that overlap those of the source
@@ -330,9 +332,160 @@ def stack(
             refuse_own_files(result, catalog.weight_files)
             names = overlapping(result, catalog.memory_of(used))
             moved = {name: private_array(result[name].shape, result[name].dtype) for name in names}
-        filled = {**result, **moved}
-        fill(catalog, [(stack, filled[stack.entry.name]) for stack in plans], threads=threads, progress=progress)
+        laid.fill({**result, **moved}, threads=threads, progress=progress)
         for name, array in moved.items():
             np.copyto(result[name], array)
         result.left_out = tuple(name for name in catalog if name not in used)
     return result
+
+
+# ---- the error of quantized values ----
+
+
+class _ErrorFields(NamedTuple):
+    max_error: float
+    rms_error: float
+    snr_db: float
+
+
+@exported()
+class QuantizationStats(Result, _ErrorFields):
+    """The distance of dequantized values from the originals. ``str()`` is a line.
+
+    Attributes:
+        max_error: largest absolute difference.
+        rms_error: root mean square of the differences.
+        snr_db: 10 * log10(sum of squares of the original / sum of squares of the differences); infinite if all values
+            are equal.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> x = np.float32([-1, -0.5, 0.3, 1])
+        >>> error = safeload.quantization_error({"x": x}, {"x": safeload.quantize(x, "int8")})["x"]
+        >>> error.max_error < 0.004
+        True
+    """
+
+    __slots__ = ()
+
+    _columns = _json = _ErrorFields._fields
+
+    def cells(self) -> tuple[str, str, str]:
+        """Return the numbers as text for tables.
+
+        :meta private:
+        """
+        return f"{self.max_error:.4g}", f"{self.rms_error:.4g}", f"{self.snr_db:.2f}"
+
+    def __str__(self) -> str:
+        largest, rms, snr = self.cells()
+        return f"max error {largest}, RMS error {rms}, SNR {snr} dB"
+
+
+#: Titles of the columns of `QuantizationStats.cells`.
+COLUMNS = ("max error", "RMS error", "SNR in dB")
+
+
+@exported()
+class QuantizationTable(ResultTable[QuantizationStats]):
+    """The dict of `QuantizationStats` by name that `quantization_error` returns. ``str()`` is a table.
+
+    Example:
+        >>> import numpy as np
+        >>> import safeload
+        >>> x = np.float32([[0.25] * 32])
+        >>> safeload.quantization_error({"w": x}, {"w": safeload.quantize(x, "q8_0")})
+        tensor  max error  RMS error  SNR in dB
+        w       ...
+    """
+
+    _columns = ("name", "dtype", "shape", "nbytes", *_ErrorFields._fields)
+
+    def __init__(self, stats: Mapping[str, QuantizationStats], tensors: Iterable[TensorDescription]) -> None:
+        super().__init__(stats)
+        self._tensors = {about.name: about for about in tensors}
+
+    def _values(self) -> Iterable[Any]:
+        for name, stats in self.items():
+            about = self._tensors[name]
+            yield name, about.code, [*about.shape], about.nbytes, *stats
+
+    def lines(self, columns: int | None = None, rows: int | None = None) -> list[str]:
+        cells = [(printable(name), *stats.cells()) for name, stats in islice(self.items(), rows)]
+        return table(("tensor", *COLUMNS), cells, right=frozenset((1, 2, 3)), columns=columns)
+
+
+_BLOCK = 1 << 20  # elements compared at a time
+
+
+@overload
+def quantization_error(source: Array, quantized: QuantizedTensor) -> QuantizationStats: ...
+@overload
+def quantization_error(
+    source: Given, quantized: Given, *, storage_options: Mapping[str, Any] | None = None
+) -> QuantizationTable: ...
+@public
+def quantization_error(
+    source: Given | Array, quantized: Given | QuantizedTensor, *, storage_options: Mapping[str, Any] | None = None
+) -> QuantizationTable | QuantizationStats:
+    """Return the quantization error of a tensor, or of each quantized tensor of a checkpoint.
+
+    Args:
+        source: the original values: an array, a dict of arrays, a `Checkpoint`, a path or a URL.
+        quantized: the quantized values. If ``source`` is an array, a `QuantizedTensor`; otherwise a dict such as
+            `load_quantized` returns, a `Checkpoint`, a path or a URL. A tied head is compared with the embedding.
+        storage_options: for URLs: options of the filesystem behind the URL, see `open`.
+
+    Returns:
+        A `QuantizationStats` if ``source`` is an array, else a dict from the name of each quantized tensor to its
+        error, which prints as a table and has the methods ``rows`` and ``to_dict`` of other results.
+
+    Raises:
+        TensorNotFoundError: the source lacks a quantized tensor.
+        ValueError: shapes differ, or a single tensor is compared with a checkpoint.
+
+    Example:
+        >>> import safeload
+        >>> weights = safeload.load_quantized("tiny-llama", "q8_0")
+        >>> errors = safeload.quantization_error("tiny-llama", weights)
+        >>> len(errors), errors["lm_head.weight"].snr_db > 40
+        (22, True)
+    """
+    if isinstance(quantized, QuantizedTensor):
+        if not isinstance(source, np.ndarray):
+            raise ValueError(f"source must be an array if quantized is a QuantizedTensor, got {type(source).__name__}")
+        return _error_of("", source, quantized)
+    if isinstance(source, np.ndarray):
+        raise ValueError(f"quantized must be a QuantizedTensor if source is an array, got {type(quantized).__name__}")
+    with Catalog.of(source, storage_options) as originals, Catalog.of(quantized, storage_options) as codes:
+        originals = like(originals, codes)
+        tied = tied_heads(originals, schema_of(originals))
+        names = {name: tied.get(name, name) for name in codes if codes.about(name).quantized}
+        originals.check(names.values())
+        originals.refuse_codes(names.values(), "quantization_error")
+        errors = {name: _error_of(name, originals.array(origin), codes.value(name)) for name, origin in names.items()}
+        return QuantizationTable(errors, map(codes.about, errors))
+
+
+def _error_of(name: str, original: Any, quantized: Array | QuantizedTensor) -> QuantizationStats:
+    assert isinstance(quantized, QuantizedTensor)
+    original, shape = as_array(original, name), quantized.shape
+    if original.shape != shape:
+        text = f"the original has shape {list(original.shape)}, but the quantized tensor has shape {list(shape)}"
+        raise ValueError(subject(name) + text)
+    matrix = original if len(shape) > 1 else original.reshape(1, -1)
+    # Packed tensors are dequantized whole, plain tensors in blocks of rows.
+    whole = len(shape) < 2 or quantized.packing is not None
+    values = quantized.dequantize(np.float32).reshape(matrix.shape) if whole else None
+    largest, squares, signal = 0.0, 0.0, 0.0
+    step = max(1, _BLOCK * len(matrix) // max(1, matrix.size))
+    for begin in range(0, len(matrix), step):
+        rows = slice(begin, begin + step)
+        exact = matrix[rows].astype(np.float64)
+        difference = exact - (quantized[rows].dequantize(np.float32) if values is None else values[rows])
+        largest = max(largest, float(np.abs(difference).max(initial=0)))
+        squares += float(np.square(difference).sum())
+        signal += float(np.square(exact).sum())
+    snr = math.inf if squares == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / squares)
+    return QuantizationStats(largest, math.sqrt(squares / max(1, original.size)), snr)

@@ -25,12 +25,10 @@ from ..core.described import pack, texts_with
 from ..core.files import Location, check_unchanged, identity_of
 from ..core.memory import private_array, windows
 from ..core.names import Renames, renamed
-from ..core.progress import Progress
-from ..core.quantized_tensor import PartRows, QuantizedTensor, storage_of
+from ..core.quantized_tensor import PartRows, storage_of
 from ..core.registry import GGUF, SAFETENSORS, row_of
 from ..core.runtime import paused
 from ..core.safetensors import ROOM, Header
-from ..core.source import Source, of_array
 from ..core.staging import read_ahead
 from ..core.tensors import Entry, Lazy, LazyParts, Spans, Tensors
 from ..core.text import absolute, as_texts, debug, error_about, show
@@ -43,9 +41,10 @@ from ..models.renamed import Divided
 from ..quant.codes import blocks
 from ..quant.families import presets
 from . import quantize
-from .catalog import Catalog, Made, TensorDescription, read_values
+from .catalog import Catalog, Made, RestructuredCatalog, TensorDescription
 from .destinations import AnyTensor, ShardWriter, shard_bounds, writer_of
 from .executors import in_memory
+from .recipes import Move, TensorRecipe, TensorView
 from .rules import Summary, vectors_for
 
 _BYTES = dtypes.BY_CODE["U8"]
@@ -67,15 +66,14 @@ class Decision(NamedTuple):
 
     dtype: str | None = None  # code of the dtype to convert to; None leaves the tensor as stored
     scheme: str | None = None  # scheme to quantize to
-    sources: tuple[str, ...] = ()  # other names in the source: of the embedding of a head, or of the layers to stack
-    stack: tuple[Any, ...] = ()  # fields of the entry of the layout; `dtype` is never None with it
+    source: str = ""  # another name in the source: of the embedding of a head
     partners: tuple[str, ...] = ()  # weights in the source that share a scale with it, itself included
     codes: str = ""  # `COPIED` or `MOVED` if the codes of the source stay
 
     @property
     def target(self) -> int | None:
         """The dtype number that the core converts to, or `AS_STORED`; None unless a single conversion is enough."""
-        if self.sources or self.stack or self.partners or self.codes or self.scheme == packing.INT8:
+        if self.source or self.partners or self.codes or self.scheme == packing.INT8:
             return None
         if self.scheme is None:
             return AS_STORED if self.dtype is None else dtypes.BY_CODE[self.dtype].number
@@ -235,10 +233,10 @@ def outputs_of(
 
 def reads_of(names: Sequence[str], decided: Sequence[Decision]) -> Sequence[str]:
     """Return the names in the source of all tensors that these tensors depend on."""
-    if not any(decision.sources or decision.partners for decision in {*decided}):
+    if not any(decision.source or decision.partners for decision in {*decided}):
         return names
     pairs = zip(names, decided, strict=True)
-    return [*dict.fromkeys(read for name, each in pairs for read in (*(each.sources or (name,)), *each.partners))]
+    return [*dict.fromkeys(read for name, each in pairs for read in (each.source or name, *each.partners))]
 
 
 def runs_of(outputs: Outputs) -> list[dict[str, Any]]:
@@ -356,7 +354,8 @@ class Maker:
         self._kept_bytes = 0
         self._maxima: dict[tuple[str, ...], float] = {}  # largest magnitudes, by weights
         self._entries: dict[str | None, dict[str, Entry]] = {}
-        self._small: dict[str, tuple[LazyParts, int, Callable[[], Source]]] = {}  # with bytes and values as stored
+        self._quantized: dict[str, tuple[LazyParts, Callable[[], Any]]] = {}  # by name, with the values
+        self._small: dict[str, int] = {}  # bytes of each tensor quantized in a group
         self._groups: dict[str, list[str]] = {}  # of small tensors, by name
         self._grouped: dict[tuple[str, str], Array] = {}  # of a group, by part and name
         quantized = (name for name, decision in decisions.items() if decision.scheme is not None)
@@ -364,25 +363,22 @@ class Maker:
         self._importance = {} if matrix is None else vectors_for(matrix, shapes)
 
     def output(self, name: str, decision: Decision) -> AnyTensor:
-        if decision.stack:
-            return self._stacked(name, decision)
-        (source,) = decision.sources or (name,)
+        source = decision.source or name
         if source not in self._catalog:
             return _stored(self._catalog.ignored[source], self._threads)
-        tensor, scheme, importance = self._about(source), decision.scheme, self._importance.get(name)
+        tensor, scheme = self._about(source), decision.scheme
         if scheme in presets():
             return self._encoded(source, decision, tensor)
         if scheme is not None and decision.codes:
             return _quantized_later(scheme, tensor.shape, None, partial(self._in_blocks, scheme, source), lambda: None)
-        if scheme is not None and importance is None and self._is_small(source, tensor):
+        if scheme is not None:
             codes, scale = partial(self._in_group, packing.CODES, name), partial(self._in_group, packing.SCALE, name)
             output = _quantized_later(scheme, tensor.shape, packing.usual_axis(scheme, tensor.shape), codes, scale)
-            values: Any = partial(self._catalog.values, source, name)
-            self._small[name] = output, tensor.nbytes, values
+            if small := name not in self._importance and self._is_small(source, tensor):
+                self._small[name] = tensor.nbytes
+            room = private_array if small else self._scratch.array
+            self._quantized[name] = output, partial(self._catalog.values, source, name, room=room)
             return output
-        if scheme is not None:
-            values = partial(self._catalog.values, source, name, room=self._scratch.array)
-            return self._quantized(scheme, tensor.shape, values, importance)
         if decision.dtype is None and tensor.packed:
             return self._packed(source, tensor)
         if decision.dtype is None and tensor.scheme is not None:
@@ -411,49 +407,14 @@ class Maker:
         if self._format != SAFETENSORS:
             return None
         if code not in self._entries:  # single lookups take longer than reading small tensors
-            plain = [
-                (each.sources or (name,))[0]
-                for name, each in self._decisions.items()
-                if each.scheme is None and not each.stack and each.dtype == code
-            ]
+            items = (
+                (name, each) for name, each in self._decisions.items() if each.scheme is None and each.dtype == code
+            )
+            plain = (each.source or name for name, each in items)
             names = [each for each in plain if each in self._catalog]
             self._entries[code] = self._catalog.described(names, None if code is None else dtypes.BY_CODE[code])
         entry = self._entries[code].get(source)
         return None if entry is None or entry.target != row.number else entry
-
-    def _stacked(self, name: str, decision: Decision) -> AnyTensor:
-        assert decision.dtype is not None
-        layers = {source: self._about(source) for source in decision.sources}
-        layout = Layout(name, [StackedTensor(*decision.stack)])
-        (stack,) = plan(layers, layout, dtypes.BY_CODE[decision.dtype])
-
-        def make() -> Array:
-            array = self._scratch.array(stack.shape, dtypes.array_dtype(stack.row.number))
-            fill(self._catalog, [(stack, array)], threads=self._threads)
-            return array
-
-        if decision.scheme is not None:
-            return self._quantized(decision.scheme, stack.shape, make)
-        return Lazy(dtypes.array_dtype(stack.row.number), stack.shape, make)
-
-    def _quantized(
-        self, scheme: str, shape: tuple[int, ...], read: Callable[[], Any], importance: Array | None = None
-    ) -> LazyParts:
-        axis = packing.usual_axis(scheme, shape)
-        (dtype, stored), _ = storage_of(scheme, shape, axis)
-
-        def make() -> QuantizedTensor:
-            return quantize.quantize_source(
-                read(),  # may occupy the scratch memory
-                scheme,
-                axis=axis,
-                rounding=self._rounding,
-                data=self._codes.array(stored, dtype),
-                threads=self._threads,
-                importance=importance,
-            )
-
-        return _quantized_later(scheme, shape, axis, lambda: make().data, lambda: make().scale)
 
     def _in_blocks(self, scheme: str, source: str) -> Array:
         return blocks(scheme, self._catalog.coded(source), self._threads)
@@ -563,14 +524,14 @@ class Maker:
 
     def begin(self, names: Iterable[str]) -> None:
         """Divide small tensors into groups, in the order in which a writer asks for them; else each is alone."""
-        schemes = {name: self._small[name][0].scheme for name in names if name in self._small}
-        sizes = {name: max(_GROUP_BYTES // _GROUP_TENSORS, self._small[name][1]) for name in schemes}
+        schemes = {name: self._quantized[name][0].scheme for name in names if name in self._small}
+        sizes = {name: max(_GROUP_BYTES // _GROUP_TENSORS, self._small[name]) for name in schemes}
         ordered = sorted(schemes, key=schemes.__getitem__)  # neighbours in a group have one scheme
         groups = windows(ordered, _GROUP_BYTES, sizes.__getitem__, schemes.__getitem__)
         self._groups = {name: group for group in groups for name in group}
 
     def _in_group(self, part: str, name: str) -> Array:
-        """Return codes or scales of a small tensor, made with its group, or alone if the group fails."""
+        """Return codes or scales of a tensor, made with its group, or alone if there is no group or the group fails."""
         if (part, name) not in self._grouped:
             group, arrays = self._groups.get(name, [name]), {}
             if len(group) > 1:
@@ -579,12 +540,25 @@ class Maker:
                 except Exception as error:
                     debug("a group of %d small tensors failed: %s", len(group), error)
                     self._groups.clear()  # so that the writer gets the error of the tensor that it asks for
-            arrays = arrays or self._together(part, [name])
+            arrays = arrays or {name: self._alone(part, name)}
             self._grouped.update({(part, other): array for other, array in arrays.items()})
         return self._grouped.pop((part, name))
 
+    def _alone(self, part: str, name: str) -> Any:
+        output, values = self._quantized[name]
+        result = quantize.quantize_source(
+            values(),  # may occupy the scratch memory
+            output.scheme,
+            axis=output.axis,
+            rounding=self._rounding,
+            data=self._codes.array(output.roles[packing.CODES].shape, output.roles[packing.CODES].dtype),
+            threads=self._threads,
+            importance=self._importance.get(name),
+        )
+        return result.data if part == packing.CODES else result.scale
+
     def _together(self, part: str, group: Sequence[str]) -> dict[str, Array]:
-        tensors = [(output, source()) for output, _, source in map(self._small.__getitem__, group)]
+        tensors = [(output, values()) for output, values in map(self._quantized.__getitem__, group)]
         if part == packing.CODES:
             requests = [
                 quantize.quantizing(values, output.scheme, output.axis, self._rounding) for output, values in tensors
@@ -619,18 +593,13 @@ def _stored(part: packing.Part, threads: int | None) -> Lazy:
 # ---- layouts ----
 
 
-class Stack(NamedTuple):
-    """A planned tensor of the result."""
-
-    entry: StackedTensor
-    names: list[str]  # the layers in order; a single tensor if there is no layer axis
-    layer: tuple[int, ...]  # shape of a layer in the source
-    shape: tuple[int, ...]  # shape of the result
-    row: dtypes.Dtype  # dtype of the result
-
-
-def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtypes.Dtype | None) -> list[Stack]:
-    """Plan the tensors of a layout, checking every name and shape."""
+def stacked(
+    catalog: Catalog,
+    tensors: Mapping[str, TensorDescription],  # of the catalog, for the layout
+    layout: Layout,
+    target: dtypes.Dtype | None,
+) -> RestructuredCatalog:
+    """Return the tensors of a layout, checking every name and shape."""
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a safeload.Layout, got {type(layout).__name__}")
     layers = {entry.source: _layers_of(tensors, entry) for entry in layout.tensors if entry.stacked}
@@ -638,7 +607,10 @@ def plan(tensors: Mapping[str, TensorDescription], layout: Layout, target: dtype
     for source, numbers in layers.items():
         prefix = source.split(LAYER)[0]
         counts[prefix] = max(counts.get(prefix, 0), 1 + max(numbers, default=-1))
-    return [_plan_entry(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors]
+    recipes = {
+        entry.name: _recipe_of(entry, tensors, layers.get(entry.source), counts, target) for entry in layout.tensors
+    }
+    return RestructuredCatalog(catalog, recipes)
 
 
 def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -> set[int]:
@@ -658,13 +630,13 @@ def _layers_of(tensors: Mapping[str, TensorDescription], entry: StackedTensor) -
     return layers
 
 
-def _plan_entry(
+def _recipe_of(
     entry: StackedTensor,
     tensors: Mapping[str, TensorDescription],
     layers: set[int] | None,  # that match the entry; None if it has no layer axis
     counts: Mapping[str, int],  # of layers, by the prefix of their names, over all entries
     target: dtypes.Dtype | None,
-) -> Stack:
+) -> TensorRecipe:
     names, at = [entry.source], f"{show(entry.name)}: "
     if layers is not None:
         prefix, suffix = entry.source.split(LAYER)
@@ -692,7 +664,9 @@ def _plan_entry(
         text = f"{shown} has shape {list(shape)}: only matrices can be transposed"
         raise UnsupportedError(at + text, tensor=names[0])
     layer = shape[::-1] if entry.transpose else shape
-    return Stack(entry, names, shape, (len(names), *layer) if entry.stacked else layer, rows[0])
+    read = TensorView(transposed=entry.transpose)
+    moves = tuple(Move(name, read, TensorView(k if entry.stacked else None)) for k, name in enumerate(names))
+    return TensorRecipe((len(names), *layer) if entry.stacked else layer, moves, rows[0].code)
 
 
 def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | None) -> dtypes.Dtype:
@@ -702,34 +676,6 @@ def _result_row(name: str, tensor: TensorDescription, target: dtypes.Dtype | Non
         text = f"is {tensor.scheme or tensor.row.name}: pass dtype= to stack its values"
         raise error_about(UnsupportedError, text, tensor=name)
     return tensor.row
-
-
-def fill(
-    catalog: Catalog,
-    targets: Sequence[tuple[Stack, Array]],
-    *,
-    threads: int | None = None,
-    progress: Progress = None,
-) -> None:
-    """Fill C-contiguous arrays as planned, all in one run."""
-    batch = jobs.Batch()
-    for stack, array in targets:
-        size = math.prod(stack.layer) * array.dtype.itemsize
-        begin = batch.into(array)
-        grid: jobs.JobGrid | None = None
-        for k, name in enumerate(stack.names):
-            origin = catalog.source(name)
-            if isinstance(origin, QuantizedTensor) or origin.row.packed:  # a strided copy needs whole-byte elements
-                decoded = private_array(origin.shape, array.dtype)
-                origin = of_array("", read_values(origin, stack.row, decoded, threads))
-            if origin.size == 0:
-                continue
-            element, item = origin.row.block_bytes, array.dtype.itemsize
-            if stack.entry.transpose and (grid is None or grid.strides[1] != element):  # layers of different dtypes
-                rows, columns = stack.layer
-                grid = jobs.JobGrid(rows, columns, (columns * element, element, item, rows * item))
-            batch.jobs.append(origin.job(begin + k * size, stack.row.number, grid=grid))
-    batch.run(threads=threads, progress=progress)
 
 
 # ---- adapters ----

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import astuple
 from functools import partial
 from itertools import chain
 from types import NoneType
@@ -19,6 +20,7 @@ from .._version import __version__
 from ..core.atomic_file import Digest, existing_file, hidden_name
 from ..core.checkpoint import recipe_of
 from ..core.files import Location
+from ..core.load import parse_target
 from ..core.memory import thread_count
 from ..core.registry import SAFETENSORS, OpenRequest, open_file
 from ..core.runtime import paused
@@ -27,15 +29,16 @@ from ..core.thread_group import in_order
 from ..errors import FormatError, UnsupportedError, exported, public
 from ..formats.folder import CONFIG, INDEX, RESUME, SINGLE
 from ..formats.numbered import PART
+from ..models.layout import Layout, StackedTensor
 from ..quant.families import presets
 from ..remote import url as urls
 from . import decide, executors, origin
-from .arranging import arranged
 from .catalog import Catalog, Given, RestructuredCatalog
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
 from .destinations import Destination, config_text, index_text, sink_at, warn_of_schemes, weight_map
 from .executors import INVALID_PIECE, INVALID_PLAN, Executor, TensorFiles, field_of, opened, place_at
-from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of
+from .forms import arranged
+from .make import Outputs, decisions_of, outputs_of, planned_adapters, reads_of, reopened, runs_of, stacked
 from .origin import digest_of
 from .rules import Summary
 from .sink import CALL, DIGITS, Sink, find_shard, free_names, indexed_names, shared_identity
@@ -245,7 +248,7 @@ def _pieces(
     adapters = planned_adapters(stored)
     position = {name: k for k, name in enumerate(dict.fromkeys(chain.from_iterable(reads)))}
     texts, side = outputs.texts, TensorFiles(stored, [*position], "a conversion in pieces", outputs.spans)
-    pieces = []
+    layout, pieces = request.options["layout"], []
     for (file, shard), names in zip(shards.items(), reads, strict=True):
         content = {
             "operation": "convert",
@@ -257,7 +260,8 @@ def _pieces(
             "metadata": None if texts is None else dict(texts),
             "rename": origin.texts_of(request.options["rename"]),
             "adapters": adapters,
-            "names": names if arranged_from is not None else None,  # of tensors that are arranged
+            "names": names if stored is not catalog else None,  # of the sources if tensors are arranged or stacked
+            "layout": None if layout is None else [astuple(x) for x in layout.tensors if x.name in {*shard.reads}],
             "arranged_from": arranged_from,
             "editable": shard.editable,
         }
@@ -441,7 +445,10 @@ def _outputs_of(
     if adapters:
         untied = {name: heads[name] for name in names if name in heads and heads[name] in catalog}
         catalog = reopened(stack, catalog, adapters, untied)
-    if piece["arranged_from"] is not None:
+    if piece["layout"] is not None:
+        layout, target = Layout("", [StackedTensor(*x) for x in piece["layout"]]), piece["options"].get("dtype")
+        catalog = stacked(catalog, catalog.descriptions(names), layout, parse_target(target))
+    elif piece["arranged_from"] is not None:
         catalog.config = piece["arranged_from"]
         catalog = arranged(catalog, presets()[piece["options"]["quantize"]], results=decisions)
     outputs = outputs_of(catalog, decisions, SAFETENSORS, rename=piece["rename"], threads=threads)

@@ -682,3 +682,9 @@ def not_as_in_mlx(model_type: object) -> str:
     """Return why a model's tensors of MLX are not those of transformers."""
     stored = f"mlx-lm does not store {show(model_type)} as transformers does (norms + 1, axes of convolutions, names)"
     return f"{stored}, and safeload does not know the differences"
+
+
+def unlike_mlx(catalog: Catalog) -> UnsupportedError:
+    """Return the error for a model of MLX if its form in transformers is unknown."""
+    text = f"{catalog.title}: {not_as_in_mlx((catalog.config or {}).get('model_type'))}. Convert the original "
+    return UnsupportedError(f"{text}checkpoint instead; raw=True writes MLX's names and values", path=catalog.title)
