@@ -66,11 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """
     yield
     option, cases = metafunc.config.option, metafunc._calls
-    every = option.every or 1
-    if every > 1 and len(cases) > option.few:
-        left_out = [case for k, case in enumerate(cases) if k % every]
-        metafunc.config.hook.pytest_deselected(items=left_out)  # which counts them
-        cases[:] = cases[::every]
+    if len(cases) > option.few:
+        cases[:] = cases[:: option.every or 1]
 
 
 @pytest.hookimpl(trylast=True)
