@@ -7,7 +7,7 @@
 #     (tests/builders/quantized.py), this all;
 #   - proof of a conversion, and a format that a folder has already: CI tries a half or a third of the formats with each model
 #     or loss (tests/test_operations/test_proof.py and test_moved_codes.py), this all;
-#   - a test with more than eight cases: `pytest` runs every third of them, unless its file is named, this all;
+#   - a test with more than six cases: `pytest` runs every fourth of them, unless its file is named, this all;
 #   - the suite under sanitizers, and with the wheel on 3.10: CI runs every twelfth case of a test, this all;
 #   - how cost grows: CI compares 1,000 and 8,000 tensors (tests/test_operations/test_linear.py), this 10,000 and 80,000;
 #   - torch and JAX: CI runs a part of their tests, this all, and upstream's (tests/frameworks/run.sh);

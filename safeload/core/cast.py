@@ -39,8 +39,8 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
 
     Example:
         >>> import numpy as np, safeload
-        >>> safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16")
-        array([1, 3.14062], dtype=bfloat16)
+        >>> print(safeload.astype(np.float32([1.0, 3.14159265]), "bfloat16"))
+        [1 3.14062]
     """
     array = as_array(x)
     target = dtypes.parse(dtype)

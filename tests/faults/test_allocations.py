@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's allocator stands before the shim's"
 )
 
-STEP = 1 if THOROUGH else 11
+STEP = 1 if THOROUGH else 17
 
 
 def refuse_each(operation, folder, expected):

@@ -28,7 +28,7 @@ from faults.shim import (
 import safeload
 
 NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
-STEP = 1 if THOROUGH else 5
+STEP = 1 if THOROUGH else 8
 ALL = WRITE | RESERVE | SYNC | RENAME
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

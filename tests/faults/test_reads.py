@@ -12,7 +12,7 @@ from faults.shim import FAIL, FAIL_FROM, INTERRUPT, READ, SHORT, TRUNCATE, armed
 import safeload
 from safeload import SafeloadError
 
-STEP = 1 if THOROUGH else 11
+STEP = 1 if THOROUGH else 17
 # Less than the 32 KiB that are read of a header at first.
 FEW = 4093 if THOROUGH else 16_381
 NAMES = {FAIL: "once", FAIL_FROM: "from then on"}

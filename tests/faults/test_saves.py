@@ -23,7 +23,7 @@ from faults.shim import (
     sweep,
 )
 
-STEP = 1 if THOROUGH else 5
+STEP = 1 if THOROUGH else 8
 ALL = WRITE | RESERVE | SYNC | RENAME
 # Python 3.12 warns of fork beside threads, of which numpy's libraries have some.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

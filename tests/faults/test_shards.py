@@ -34,7 +34,7 @@ import safeload
 
 # As in test_saves.py.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-STEP = 1 if THOROUGH else 5
+STEP = 1 if THOROUGH else 8
 ALL = WRITE | RESERVE | SYNC | RENAME
 NAMES = {KILL: "killed before", KILL_AFTER: "killed after"}
 INDEX = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ set -eu
 kind=$1 folder=$2
 here=$(dirname "$0")
 # -g1: reports name lines; what else -g writes takes GCC three times as long.
-flags="-std=c11 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -I$here/../../csrc"
+flags="-std=c11 -Og -g1 -fno-omit-frame-pointer -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -I$here/../../csrc"
 if [ "$kind" = fuzz ]; then
     CC=${CC:-clang}
     flags="$flags -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all"

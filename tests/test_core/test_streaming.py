@@ -41,7 +41,8 @@ def test_packed_codes(layout, options):
 def test_transposed_matrices(shape, code):
     """From 8 MiB on; several lines of a row are stored together."""
     row = dtypes.BY_CODE[code]
-    size, (rows, columns) = row.block_bytes, shape
+    size, rows = row.block_bytes, shape[0]
+    columns = shape[1] // size
     values = np.random.default_rng(0).integers(0, 256, (rows, columns * size), np.uint8).view(f"<u{size}")
 
     def fill(address):
@@ -72,7 +73,7 @@ def test_packed_codes_rounded(transpose):
 def test_conversions(codes, tier):
     """By a call and by jobs, against conversions of small parts."""
     source, target = (dtypes.BY_NUMBER[getattr(lib, f"SL_{code}")] for code in codes)
-    count, step = 13_000_000 // 256 * 256, 1 << 20
+    count, step = (25 << 20) // target.block_bytes, 1 << 20
     block = np.random.default_rng(1).integers(0, 60, source.nbytes(1 << 16), np.uint8)  # no NaN, no infinity
     data = np.resize(block, source.nbytes(count))
     expected = np.empty(target.nbytes(count), np.uint8)

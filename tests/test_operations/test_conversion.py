@@ -337,10 +337,10 @@ print(peak() - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """200 MB in tensors of 16 MiB."""
+    """134 MB in tensors of 16 MiB."""
     path = tmp_path_factory.mktemp("large") / "large.safetensors"
     block = np.resize(rng.standard_normal(100_003).astype(ml_dtypes.bfloat16), (2048, 4096))
-    save_file({f"model.layers.{k}.up_proj.weight": block for k in range(12)}, path, durable=False)
+    save_file({f"model.layers.{k}.up_proj.weight": block for k in range(8)}, path, durable=False)
     return path
 
 

@@ -97,7 +97,7 @@ windows "$python/python.exe" -P -c 'import safeload; safeload.show_config()'
 tests() { windows "$python/python.exe" -P -m pytest -q -rs -p no:cacheprovider "$@"; } # -P: imports the safeload installed
 
 if [ "${1-}" != all ]; then
-    [ $# -gt 0 ] || set -- --every 4 "${MODULES[@]}"
+    [ $# -gt 0 ] || set -- --every 8 "${MODULES[@]}"
     ! tests "$@" | tee "$temporary/log" || exit 0
     # On a busy machine Wine sometimes cannot start a program. If nothing else has failed, the tests run once more.
     refused=$(grep -c '^E .*WinError 1359' "$temporary/log" || :)
