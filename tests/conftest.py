@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -58,23 +59,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--few", type=int, default=1, metavar="N", help="run all cases of a test with up to N of them")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """A suite that is repeated elsewhere keeps all tests, and some of the cases of each.
-
-    The others never become items: each process would make them only to leave them out.
-    """
-    yield
-    option, cases = metafunc.config.option, metafunc._calls
-    if len(cases) > option.few:
-        cases[:] = cases[:: option.every or 1]
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that wait for servers come first: at the end all processes would wait together."""
-    if hasattr(config, "workerinput"):  # the first process gets the first tests
-        items.sort(key=lambda item: not item.nodeid.startswith(("tests/test_stores", "tests/test_urls")))
+    """A suite that is repeated elsewhere keeps all tests, and some of the cases of each."""
+    if hasattr(config, "workerinput"):
+        # These wait for servers: at the end all processes would do so together, but the first gets the first tests.
+        items.sort(key=lambda item: not item.location[0].startswith(("tests/test_stores", "tests/test_urls")))
+    every, few = config.getoption("--every") or 1, config.getoption("--few")
+    if every == 1:
+        return
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    counts, cases = Counter(tests), Counter[str]()
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item, test in zip(items, tests, strict=True):
+        (left_out if counts[test] > few and cases[test] % every else chosen).append(item)
+        cases[test] += 1
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

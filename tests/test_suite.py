@@ -42,10 +42,14 @@ def test_processes_report_calls_and_whatever_does_not_pass(conftest, when, outco
     [(3, 1, [0, 3, 6]), (2, 6, [0, 2, 4, 6]), (2, 7, range(7)), (None, 1, range(7)), (1, 1, range(7))],
 )
 def test_a_part_of_the_suite_keeps_every_test_and_some_of_its_cases(conftest, every, few, kept):
-    config = SimpleNamespace(option=SimpleNamespace(every=every, few=few))
-    for cases, expected in (([], []), ([0], [0]), (list(range(7)), list(kept))):
-        list(conftest.pytest_generate_tests(SimpleNamespace(_calls=cases, config=config)))
-        assert cases == expected
+    names = ["a.py::alone", *(f"a.py::many[{k}]" for k in range(7)), "b.py::many[0]"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
+    left_out = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    options = {"--every": every, "--few": few}
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=options.__getitem__, hook=hook), items)
+    assert [item.nodeid for item in items] == ["a.py::alone", *(f"a.py::many[{k}]" for k in kept), "b.py::many[0]"]
+    assert len(items) + len(left_out) == len(names)
 
 
 SOURCES = pytest.Config.ArgsSource
