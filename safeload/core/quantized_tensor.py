@@ -473,24 +473,6 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
-def read_index(tensor: Packed | QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any], name: str = "") -> Array:
-    """Return elements of a packed tensor of a file, or of a tensor in memory, dequantizing few others."""
-    shape = tensor.shape if isinstance(tensor, QuantizedTensor) else tensor.packing.shape
-    axes, after = axes_of(index, shape, TAKE)
-    box = [slice(axis[0], axis[-1] + 1) if axis else slice(0, 0) for axis in axes]
-    if isinstance(tensor, QuantizedTensor):
-        rows = len(box) > 1
-        values = (tensor[box[0]] if rows else tensor).dequantize(dtype)
-        begins: Sequence[int] = [part.start if rows and not k else 0 for k, part in enumerate(box)]
-    else:
-        values, begins = _restored(tensor, box, dtypes.BY_NAME[dtype.name], name)
-    chosen = tuple(
-        slice(axis.start - begin, axis.stop - begin, axis.step) for axis, begin in zip(axes, begins, strict=True)
-    )
-    view: Array = values[chosen][after]
-    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
-
-
 # ---- parts, of which only the selected rows are read from files ----
 
 
@@ -607,7 +589,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
     def read(blocks: Array) -> Array:
         """Return the values of blocks of rows."""
         if packed is not None and not unit:
-            return read_index(packed, (...,), dtypes.element_dtype(to.number), name)
+            return _of_packed(packed, [slice(0, size) for size in shape], to, name)
         if packed is not None:
             runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
             return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
@@ -679,8 +661,13 @@ _CUT |= {packing.SHAPE, packing.TABLE}
 _BAND = 1 << 20
 
 
-def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None, name: str) -> Array:
-    """Return the values of a box in new memory; a quantized tensor needs a target."""
+def read_box(
+    file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None, name: str, *, sparing: bool = True
+) -> Array:
+    """Return the values of a box in new memory; a quantized tensor needs a target.
+
+    Unless ``sparing``, columns of codes are read with those between, in fewer reads.
+    """
     file.table.refuse_unknown([index], file.path)
     row, shape = file.table.row(index), tuple(part.stop - part.start for part in box)
     packed = packed_of(file, index)
@@ -696,41 +683,55 @@ def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None
         blocks = QuantizedTensor(row.name, (*shape[:-1], (last - first) * row.block), data)
         values = blocks.dequantize(target.name)[..., box[-1].start - first * row.block :][..., : shape[-1]]
         return np.ascontiguousarray(values)
-    whole_shape, unit, dtype = file.table.shape(index), row.block, dtypes.element_dtype(target.number)
+    whole_shape, unit = file.table.shape(index), row.block
     if packed is not None:
         whole_shape, unit = packed.packing.shape, _together(packed.packing)
-        if _can_be_cut(packed) or not unit:
-            return read_index(packed, tuple(box), dtype, name)
+        if _can_be_cut(packed) or not unit or shape[1:] == whole_shape[1:]:
+            return _of_packed(packed, box, target, name, sparing=sparing)
     step = max(1, _BAND // max(1, unit * math.prod(whole_shape[1:]))) * unit
-    values, begin, inner = private_array(shape, dtype), box[0].start, (slice(None), *box[1:])
+    values, begin = private_array(shape, dtypes.element_dtype(target.number)), box[0].start
     while begin < box[0].stop:  # bands of rows end with a block, so that no byte is read twice
         end = min(box[0].stop, (begin // step + 1) * step)
         if packed is None:
-            band = take_rows(file, index, range(begin, end), target, name)[inner]
+            inside = (slice(None), *box[1:])
+            band = take_rows(file, index, range(begin, end), target, name)[inside]
         else:
-            band = read_index(packed, (slice(begin, end), *box[1:]), dtype, name)
+            band = _of_packed(packed, (slice(begin, end), *box[1:]), target, name)
         values[begin - box[0].start : end - box[0].start] = band
         begin = end
     return values
 
 
+def read_index(file: WeightFile, index: int, indices: tuple[Any, ...], target: dtypes.Dtype, name: str) -> Array:
+    """Return the elements of a quantized tensor at basic indices, dequantizing only a box around them."""
+    packed = packed_of(file, index)
+    axes, after = axes_of(indices, file.table.shape(index) if packed is None else packed.packing.shape, TAKE)
+    box = [slice(axis[0], axis[-1] + 1) if axis else slice(0, 0) for axis in axes]
+    values = read_box(file, index, box, target, name, sparing=False)
+    view: Array = values[tuple(slice(None, None, axis.step) for axis in axes)][after]
+    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
+
+
 # ---- boxes of a packed tensor ----
 
 
-def _restored(packed: Packed, box: Box, target: dtypes.Dtype, name: str) -> tuple[Array, Sequence[int]]:
-    """Return the values of the smallest range around a box that can be dequantized alone, and its first indices."""
+def _of_packed(packed: Packed, box: Box, target: dtypes.Dtype, name: str, *, sparing: bool = True) -> Array:
+    """Return the values of a box, from the smallest range around it that can be dequantized alone."""
     spec, batch = packed.packing, jobs.Batch()
     part, first, shape = _range_around(packed, box)
     values = private_array(shape, dtypes.element_dtype(target.number))
     if values.size:
         cut = part.columns < spec.columns or not (part.rows == spec.rows or rows_apart(spec))
+        if not sparing and by_columns(spec):
+            cut = part.rows < spec.rows
         if cut and _can_be_cut(packed):
             batch.jobs.append(restore_box(packed, part, shape, batch.into(values), target.number, name))
         else:
             memory = batch.into(values) - target.nbytes(values_before(spec, part))
             batch.jobs += restore_jobs(packed, memory, target.number, name, ranges=(part,))
         batch.run()
-    return values, first
+    inside = tuple(slice(own.start - at, own.stop - at) for own, at in zip(box, first, strict=True))
+    return np.ascontiguousarray(values[inside]) if shape else values
 
 
 def _range_around(packed: Packed, box: Box) -> tuple[Range, Sequence[int], tuple[int, ...]]:
@@ -784,7 +785,7 @@ def _can_be_cut(packed: Packed) -> bool:
 
 def _together(packed: Packing) -> int:
     """Return the rows of the first axis that are dequantized together; 0 if only all rows are."""
-    rows, inner = max(1, *packed.shape[:1]), math.prod(packed.shape[1:])
+    rows, inner = max(1, math.prod(packed.shape[:1])), math.prod(packed.shape[1:])
     if packed.flat:
         block = 1 if packed.grid is None else packed.grid.column_block
         return block // math.gcd(block, inner)
