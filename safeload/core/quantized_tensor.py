@@ -666,7 +666,7 @@ def read_box(
 ) -> Array:
     """Return the values of a box in new memory; a quantized tensor needs a target.
 
-    Unless ``sparing``, columns of codes are read with those between, in fewer reads.
+    Unless ``sparing``, columns of codes are read with the columns between, in fewer reads.
     """
     file.table.refuse_unknown([index], file.path)
     row, shape = file.table.row(index), tuple(part.stop - part.start for part in box)
@@ -725,7 +725,7 @@ def _of_packed(packed: Packed, box: Box, target: dtypes.Dtype, name: str, *, spa
         if not sparing and by_columns(spec):
             cut = part.rows < spec.rows
         if cut and _can_be_cut(packed):
-            batch.jobs.append(restore_box(packed, part, shape, batch.into(values), target.number, name))
+            batch.jobs.append(restore_box(packed, part, batch.into(values), target.number, name))
         else:
             memory = batch.into(values) - target.nbytes(values_before(spec, part))
             batch.jobs += restore_jobs(packed, memory, target.number, name, ranges=(part,))

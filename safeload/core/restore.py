@@ -788,7 +788,7 @@ def restore_jobs(
     return made
 
 
-def restore_box(packed: Packed, part: Range, shape: tuple[int, ...], memory: int, target: int, name: str) -> Job:
+def restore_box(packed: Packed, part: Range, memory: int, target: int, name: str) -> Job:
     """Return the job that dequantizes a range of the rows and columns of a matrix; only its codes are read."""
     spec, codes = packed.packing, packed.parts[packing.CODES]
     lines, right = range(part.row, part.row + part.rows), part.column + part.columns
@@ -802,4 +802,5 @@ def restore_box(packed: Packed, part: Range, shape: tuple[int, ...], memory: int
     held = codes._replace(file=None, shape=raw.shape, begin=begin, end=begin + raw.size)
     reader = CodeReader(Packed(spec, {**packed.parts, packing.CODES: held}), part, name, packed.parts, len(window))
     how = part.values * 4, dtypes.F32.number, target, lib.SL_OP_RESTORE
+    shape = (part.columns, part.rows) if spec.transpose else (part.rows, part.columns)
     return Job(None, begin, memory, *how, origin=Origin(name, shape, raw), packed=reader)

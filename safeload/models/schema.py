@@ -280,7 +280,7 @@ class SchemaEntry(NamedTuple):
 
 
 def wrong_axes(shape: tuple[int, ...], sizes: tuple[int | None, ...] | None) -> list[int]:
-    """Return the axes with another size than expected, where None is any; [-1] if their number is another one."""
+    """Return the axes with another size than expected, where None is any; [-1] if the number of axes differs."""
     if sizes is None or len(shape) != len(sizes):
         return [] if sizes is None else [-1]
     return [k for k, size in enumerate(sizes) if size not in (None, shape[k])]
