@@ -45,7 +45,7 @@ from ..models.choosing import Choice, choose_for_mlx, choose_part
 from ..models.family import changed_by_mlx
 from ..models.family import load as load_schema
 from ..models.module_names import WRAPPERS, stored_names, surely_wrapped, wrapped_inside
-from ..models.schema import Schema
+from ..models.schema import Schema, wrong_axes
 from ..quant.gptq import wrapped_zeros, zeros_disagree
 from ..quant.quantization import quantization_of
 from ..remote.places import places_of
@@ -256,8 +256,8 @@ def _check_array(
     if shape is not None:
         if isinstance(shape, str) or not all(size is None or isinstance(size, int) for size in shape):
             raise TypeError(f"shape must be a tuple of integers and None, got {show(shape)}")
-        sizes = structure.misfit(array.shape, tuple(shape))
-        report.add([] if sizes is None else [find("array.shape", ARRAY, shape=list(array.shape), sizes=sizes)])
+        if wrong_axes(array.shape, tuple(shape)):
+            report.add([find("array.shape", ARRAY, shape=list(array.shape), sizes=structure.spelled(tuple(shape)))])
     return _validate_tensors(report, Catalog.of({ARRAY: array}), options._replace(schema=None))
 
 

@@ -266,11 +266,15 @@ def check_schema(
     source = "metadata" if schema.config == rows.METADATA else "config"
     for name in names:
         w = corrected.get(name, expected[name])
-        sizes = None if w.shape is None else misfit(tensors[name].shape, w.shape)
-        if sizes is not None:
-            facts = {"shape": list(tensors[name].shape), "formula": ", ".join(w.entry.shape or ()), "sizes": sizes}
+        if w.wrong_axes(shape := tensors[name].shape):
+            facts = {"shape": list(shape), "formula": ", ".join(w.entry.shape or ()), "sizes": spelled(w.shape or ())}
             findings.append(find("schema.shape", name, **facts, source=source))
     return findings, len(names), tied
+
+
+def spelled(sizes: tuple[int | None, ...]) -> str:
+    """Return expected sizes as text; None is any size."""
+    return ", ".join("?" if size is None else str(size) for size in sizes)
 
 
 def _layer_of(expected: ExpectedTensor) -> _Layer | None:
@@ -382,13 +386,6 @@ def _why_unexpected(match: SchemaMatch, schema: Schema) -> str:
 # ---- wrong sizes in the config ----
 
 
-def misfit(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> str | None:
-    """Return the expected sizes, in which None is any size, unless a shape has these."""
-    if len(shape) == len(expected) and all(b in (None, a) for a, b in zip(shape, expected, strict=True)):
-        return None
-    return ", ".join("?" if size is None else str(size) for size in expected)
-
-
 def _find_causes(
     schema: Schema, config: Mapping[str, Any] | None, tensors: Descriptions, names: Sequence[str], expected: _Expected
 ) -> tuple[list[Finding], _Expected]:
@@ -441,14 +438,9 @@ def _find_causes(
 
 def _wrong(tensors: Descriptions, names: Sequence[str], expected: _Expected) -> set[_Axis]:
     """Return the axes with other sizes than expected."""
-    wrong: set[_Axis] = set()
-    for name in names:
-        shape, sizes = tensors[name].shape, expected[name].shape if name in expected else ()
-        if sizes is not None and len(shape) != len(sizes):
-            wrong.add((name, -1))
-        elif sizes is not None:
-            wrong.update((name, k) for k, size in enumerate(sizes) if size not in (None, shape[k]))
-    return wrong
+    known = [name for name in names if name in expected]
+    wrong = {(name, axis) for name in known for axis in expected[name].wrong_axes(tensors[name].shape)}
+    return wrong | {(name, -1) for name in names if name not in expected and tensors[name].shape}
 
 
 # ---- GGUF ----

@@ -140,10 +140,7 @@ def slice_of(file: WeightFile, index: int, request: OpenRequest, dtype: Any, che
         target = target or dtypes.BY_CODE["F32"]
         result = dtypes.array_dtype(target.number)
         shape = file.table.shape(index) if packed is None else packed.packing.shape
-
-        def read(indices: tuple[Any, ...]) -> Array:
-            return read_index(checkpoint[name] if packed is None else packed, indices, result, name)
-
+        read = partial(read_index, file, index, target=target, name=name)
         return TensorSlice(read, result, shape, lambda _: partial(checkpoint.get_slice, name, dtype=target.name))
     row = file.table.row(index)
     if target is not None and row.packed:

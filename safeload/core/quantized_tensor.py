@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import FormatError, UnsupportedError, exported, public
+from ..errors import UnsupportedError, exported, public
 from . import dtypes, jobs, packing
 from .arrays import Array, refuse_masked
 from .cast import astype, target_array
@@ -23,16 +23,14 @@ from .restore import (
     Range,
     by_columns,
     bytes_before,
-    groups_of,
     in_memory,
-    read_part,
+    restore_box,
     restore_jobs,
     row_unit,
     rows_apart,
     settled,
     values_before,
     whole,
-    words_for,
 )
 from .slice import TAKE, axes_of, positions_in, read_ranges, read_rows, rows_as_stored
 from .table import Scale
@@ -475,52 +473,6 @@ def _rows_in_word(zeros: Zeros | None) -> int:
     return zeros.word_codes or (0 if 32 % zeros.bits else 32 // zeros.bits)
 
 
-def read_index(tensor: Packed | QuantizedTensor, index: tuple[Any, ...], dtype: np.dtype[Any], name: str = "") -> Array:
-    """Return elements of a packed tensor of a file, or of a tensor in memory, dequantizing only the selected rows."""
-    shape = tensor.shape if isinstance(tensor, QuantizedTensor) else tensor.packing.shape
-    axes, after = axes_of(index, shape, TAKE)
-    start, stop = (axes[0][0], axes[0][-1] + 1) if axes and axes[0] else (0, 0 if axes else 1)
-    if isinstance(tensor, QuantizedTensor):
-        first = start if len(axes) > 1 else 0
-        values = (tensor[start:stop] if len(axes) > 1 else tensor).dequantize(dtype)
-    else:
-        part = _range_of(tensor.packing, start, stop)
-        row, before, inner = dtypes.BY_NAME[dtype.name], values_before(tensor.packing, part), math.prod(shape[1:])
-        flat = private_array((part.values,), dtype)
-        if flat.size:
-            batch = jobs.Batch()
-            batch.jobs += restore_jobs(tensor, batch.into(flat) - row.nbytes(before), row.number, name, ranges=(part,))
-            batch.run()
-        if tensor.packing.flat and inner:  # whole rows of whole blocks
-            skipped = -before % inner
-            flat, before = flat[skipped : skipped + (flat.size - skipped) // inner * inner], before + skipped
-        values = flat.reshape(flat.size // inner if inner else shape[0], *shape[1:])
-        first = before // max(1, inner)
-    chosen: list[Any] = [slice(axis.start, axis.stop, axis.step) for axis in axes]
-    if axes:
-        chosen[0] = slice(axes[0].start - first, axes[0].stop - first, axes[0].step)
-    view: Array = values[tuple(chosen)][after]
-    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
-
-
-def _range_of(packed: Packing, start: int, stop: int) -> Range:
-    """Return the smallest range with these rows that can be dequantized alone."""
-    if packed.flat:
-        block, inner = (1 if packed.grid is None else packed.grid.column_block), math.prod(packed.shape[1:])
-        begin = start * inner // block * block
-        return Range(0, 1, 0, 1, begin, min(packed.columns, -(-stop * inner // block) * block) - begin)
-    if len(packed.shape) > 2:
-        matrices = packed.matrices // max(1, packed.shape[0])
-        return Range(start * matrices, (stop - start) * matrices, 0, packed.rows, 0, packed.columns)
-    if len(packed.shape) == 2 and rows_apart(packed):
-        block = row_unit(packed)
-        begin = start // block * block
-        if by_columns(packed):  # whole words
-            return Range(0, 1, 0, packed.rows, begin, -(-stop // block) * block - begin)
-        return Range(0, 1, begin, stop - begin, 0, packed.columns)
-    return whole(packed)
-
-
 # ---- parts, of which only the selected rows are read from files ----
 
 
@@ -637,7 +589,7 @@ def take_rows(file: WeightFile, index: int, rows: Any, target: dtypes.Dtype | No
     def read(blocks: Array) -> Array:
         """Return the values of blocks of rows."""
         if packed is not None and not unit:
-            return read_index(packed, (...,), dtypes.element_dtype(to.number), name)
+            return _of_packed(packed, [slice(0, size) for size in shape], to, name)
         if packed is not None:
             runs = [slice(run.start * unit, min(run.stop * unit, shape[0])) for run in _runs(blocks)]
             return rows_of(packed.packing, packed.names(name), parts, runs).dequantize(to.name)
@@ -702,15 +654,20 @@ def _cuts(name: str, label: str, unit: int) -> UnsupportedError:
 # A range along each axis of the loaded array.
 Box = Sequence[slice]
 
-# The parts of a matrix that can be cut; a layout with other parts is read by rows.
+# The parts of a matrix that can be cut along both axes.
 _CUT = {packing.CODES, packing.SCALE, packing.ZERO, packing.BIAS, packing.GLOBAL, packing.GROUPS, packing.FACTORS}
 _CUT |= {packing.SHAPE, packing.TABLE}
 # Values that are dequantized together if a tensor is read by rows.
 _BAND = 1 << 20
 
 
-def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None, name: str) -> Array:
-    """Return the values of a box in new memory; a quantized tensor needs a target."""
+def read_box(
+    file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None, name: str, *, sparing: bool = True
+) -> Array:
+    """Return the values of a box in new memory; a quantized tensor needs a target.
+
+    Unless ``sparing``, columns of codes are read with the columns between, in fewer reads.
+    """
     file.table.refuse_unknown([index], file.path)
     row, shape = file.table.row(index), tuple(part.stop - part.start for part in box)
     packed = packed_of(file, index)
@@ -719,153 +676,125 @@ def read_box(file: WeightFile, index: int, box: Box, target: dtypes.Dtype | None
         return array if target in (None, row) or not row.floating else astype(array, dtypes.array_dtype(target.number))
     if 0 in shape:
         return np.empty(shape, dtypes.element_dtype(target.number))
-    if packed is not None:
-        values = _of_matrix(file, packed, box, target, name)
-    elif row.blocked and file.table.shape(index)[-1] % row.block == 0:
+    if packed is None and row.blocked and file.table.shape(index)[-1] % row.block == 0:
         first, last = box[-1].start // row.block, -(-box[-1].stop // row.block)
         stored = slice(first * row.block_bytes, last * row.block_bytes)
         data = read_ranges(file, index, (*box[:-1], stored))
         blocks = QuantizedTensor(row.name, (*shape[:-1], (last - first) * row.block), data)
         values = blocks.dequantize(target.name)[..., box[-1].start - first * row.block :][..., : shape[-1]]
-    else:
-        values = None
-    return np.ascontiguousarray(_by_rows(file, index, box, target, name) if values is None else values)
-
-
-def _by_rows(file: WeightFile, index: int, box: Box, target: dtypes.Dtype, name: str) -> Array:
-    """Read whole rows, a few at a time, or the whole tensor if its rows are not stored apart."""
-    packed, dtype = file.table.packed.get(index), dtypes.element_dtype(target.number)
-    shape, unit = file.table.shape(index) if packed is None else packed.packing.shape, file.table.row(index).block
+        return np.ascontiguousarray(values)
+    whole_shape, unit = file.table.shape(index), row.block
     if packed is not None:
-        spec, parts = packed
-        unit = 0 if by_columns(spec) else row_block(spec, {role: PartRows(part) for role, part in parts.items()})
-        if not unit:
-            return read_index(packed, tuple(box), dtype, name)
-    step = max(1, _BAND // max(1, unit * math.prod(shape[1:]))) * unit
-    values = private_array(tuple(part.stop - part.start for part in box), dtype)
-    begin, last, inner = box[0].start, box[0].stop, (slice(None), *box[1:])
-    while begin < last:  # bands end with a block, so that no byte is read twice
-        end = min(last, (begin // step + 1) * step)
-        band = take_rows(file, index, range(begin, end), target, name)
-        values[begin - box[0].start : end - box[0].start] = band[inner]
+        whole_shape, unit = packed.packing.shape, _together(packed.packing)
+        if _can_be_cut(packed) or not unit or shape[1:] == whole_shape[1:]:
+            return _of_packed(packed, box, target, name, sparing=sparing)
+    step = max(1, _BAND // max(1, unit * math.prod(whole_shape[1:]))) * unit
+    values, begin = private_array(shape, dtypes.element_dtype(target.number)), box[0].start
+    while begin < box[0].stop:  # bands of rows end with a block, so that no byte is read twice
+        end = min(box[0].stop, (begin // step + 1) * step)
+        if packed is None:
+            inside = (slice(None), *box[1:])
+            band = take_rows(file, index, range(begin, end), target, name)[inside]
+        else:
+            band = _of_packed(packed, (slice(begin, end), *box[1:]), target, name)
+        values[begin - box[0].start : end - box[0].start] = band
         begin = end
     return values
 
 
-# ---- a packed matrix ----
+def read_index(file: WeightFile, index: int, indices: tuple[Any, ...], target: dtypes.Dtype, name: str) -> Array:
+    """Return the elements of a quantized tensor at basic indices, dequantizing only a box around them."""
+    packed = packed_of(file, index)
+    axes, after = axes_of(indices, file.table.shape(index) if packed is None else packed.packing.shape, TAKE)
+    box = [slice(axis[0], axis[-1] + 1) if axis else slice(0, 0) for axis in axes]
+    values = read_box(file, index, box, target, name, sparing=False)
+    view: Array = values[tuple(slice(None, None, axis.step) for axis in axes)][after]
+    return view if view.size == values.size and view.flags.c_contiguous else view.copy()
 
 
-def _of_matrix(file: WeightFile, packed: Packed, box: Box, target: dtypes.Dtype, name: str) -> Array | None:
-    """Return the values of a box of a packed matrix, or None if it cannot be cut along both axes."""
+# ---- boxes of a packed tensor ----
+
+
+def _of_packed(packed: Packed, box: Box, target: dtypes.Dtype, name: str, *, sparing: bool = True) -> Array:
+    """Return the values of a box, from the smallest range around it that can be dequantized alone."""
+    spec, batch = packed.packing, jobs.Batch()
+    part, first, shape = _range_around(packed, box)
+    values = private_array(shape, dtypes.element_dtype(target.number))
+    if values.size:
+        cut = part.columns < spec.columns or not (part.rows == spec.rows or rows_apart(spec))
+        if not sparing and by_columns(spec):
+            cut = part.rows < spec.rows
+        if cut and _can_be_cut(packed):
+            batch.jobs.append(restore_box(packed, part, batch.into(values), target.number, name))
+        else:
+            memory = batch.into(values) - target.nbytes(values_before(spec, part))
+            batch.jobs += restore_jobs(packed, memory, target.number, name, ranges=(part,))
+        batch.run()
+    inside = tuple(slice(own.start - at, own.stop - at) for own, at in zip(box, first, strict=True))
+    return np.ascontiguousarray(values[inside]) if shape else values
+
+
+def _range_around(packed: Packed, box: Box) -> tuple[Range, Sequence[int], tuple[int, ...]]:
+    """Return the smallest range around a box that can be dequantized alone, its first indices, and its shape."""
+    spec, grid = packed.packing, packed.packing.grid
+    if _can_be_cut(packed):
+        units = [1, 1]  # rows and columns of codes that are stored together or share a scale
+        if spec.layout == packing.COLUMNS:
+            units[0] = 32 // math.gcd(spec.bits, 32)
+        elif spec.layout == packing.BLOCKS:
+            units[1] = dtypes.BLOCK_TYPES[spec.numbers].block
+        else:
+            units[1] = 32 // spec.bits if spec.layout == packing.WORDS else 8 // math.gcd(spec.bits, 8)
+        if grid is not None:
+            blocks = (grid.row_block if grid.rows > 1 else 1), (grid.column_block if grid.columns > 1 else 1)
+            units = [*map(math.lcm, units, blocks)]
+        turn = -1 if spec.transpose else 1
+        sides = zip([*box][::turn], units, (spec.rows, spec.columns), strict=True)
+        (top, bottom), (left, right) = (_widened(part, unit, total) for part, unit, total in sides)
+        part = Range(0, 1, top, bottom - top, left, right - left)
+        return part, (top, left)[::turn], (part.rows, part.columns)[::turn]
+    rows, *rest = spec.shape or (1,)
+    begin, end, inner = 0, rows, math.prod(rest)
+    if box and (unit := _together(spec)):
+        begin, end = _widened(box[0], unit, rows)
+    part = whole(spec)
+    if spec.flat:
+        part = part._replace(column=begin * inner, columns=(end - begin) * inner)
+    elif end - begin < rows and spec.matrices > 1:
+        each = spec.matrices // rows
+        part = part._replace(first=begin * each, matrices=(end - begin) * each)
+    elif end - begin < rows and by_columns(spec):
+        each = spec.columns // rows
+        part = part._replace(column=begin * each, columns=(end - begin) * each)
+    elif end - begin < rows:
+        each = spec.rows // rows
+        part = part._replace(row=begin * each, rows=(end - begin) * each)
+    return part, [begin, *[0] * len(rest)][: len(spec.shape)], (end - begin, *rest)[: len(spec.shape)]
+
+
+def _can_be_cut(packed: Packed) -> bool:
+    """Return True for a matrix of which ranges of rows and columns can be dequantized."""
     spec = packed.packing
     stored = (spec.columns, spec.rows) if spec.transpose else (spec.rows, spec.columns)
     layouts = packing.ROWS, packing.COLUMNS, packing.WORDS, packing.BLOCKS
     if spec.flat or spec.matrices != 1 or spec.shape != stored or spec.layout not in layouts:
-        return None
-    if spec.layout == packing.BLOCKS and spec.numbers not in dtypes.BLOCK_TYPES:
-        return None
-    if packed.parts.keys() - _CUT or spec.word_codes * spec.bits not in (0, 32):
-        return None
-    if packing.GLOBAL in packed.parts and math.prod(packed.parts[packing.GLOBAL].shape) > 1:
-        return None
-    if packing.SHAPE in packed.parts:
-        part = packed.parts[packing.SHAPE]
-        if tuple(jobs.native_order(read_part(part).view(part.row.name)).tolist()) != spec.shape:
-            return None  # reading all of it raises the error
-    cut, begins, owner = _cut(packed, *(reversed(box) if spec.transpose else box))
-    values = private_array(cut.packing.shape, dtypes.element_dtype(target.number))
-    batch = jobs.Batch()
-    try:
-        batch.jobs += restore_jobs(cut, batch.into(values), target.number, name, owner=owner)
-        batch.run()
-    except FormatError as error:
-        error.path = file.path if error.path is None else error.path
-        raise
-    begins = begins[::-1] if spec.transpose else begins
-    return values[tuple(slice(part.start - at, part.stop - at) for part, at in zip(box, begins, strict=True))]
+        return False
+    known = spec.layout != packing.BLOCKS or spec.numbers in dtypes.BLOCK_TYPES
+    return known and not packed.parts.keys() - _CUT and spec.word_codes * spec.bits in (0, 32)
 
 
-def _cut(packed: Packed, down: slice, across: slice) -> tuple[Packed, tuple[int, int], list[Array]]:
-    """Return the blocks that hold a range of rows and columns, their first row and column, and their owners."""
-    spec, stored = packed
-    grid, zeros, parts, owner = spec.grid, spec.zeros, dict[str, Part](), list[Array]()
+def _together(packed: Packing) -> int:
+    """Return the rows of the first axis that are dequantized together; 0 if only all rows are."""
+    rows, inner = max(1, math.prod(packed.shape[:1])), math.prod(packed.shape[1:])
+    if packed.flat:
+        block = 1 if packed.grid is None else packed.grid.column_block
+        return block // math.gcd(block, inner)
+    if packed.matrices > 1:
+        return int(packed.matrices % rows == 0)
+    each, rest = divmod(packed.columns if by_columns(packed) else packed.rows, rows)  # rows or columns of codes
+    return math.lcm(row_unit(packed), each) // each if each and not rest and rows_apart(packed) else 0
 
-    def hold(role: str, raw: Array) -> None:
-        raw = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
-        owner.append(raw)
-        begin, shape = address_of(raw), (raw.size // stored[role].row.block_bytes,)
-        parts[role] = stored[role]._replace(file=None, shape=shape, begin=begin, end=begin + raw.size)
 
-    def window(role: str, pitch: int, lines: range, columns: range, size: int, *, whole: Array | None = None) -> None:
-        part, own = stored[role], range(columns.start * size, columns.stop * size)
-        end, nbytes = max(0, lines.stop - 1) * pitch * size + own.stop, part.end - part.begin
-        if end > nbytes:
-            text = f": its {role} has {nbytes:,} bytes, but a row ends at {end:,}"
-            raise error_about(FormatError, text, path=part.file.path, tensor=part.name)
-        if whole is not None:
-            hold(role, whole.reshape(-1, pitch * size)[lines.start : lines.stop, own.start : own.stop])
-            return
-        origin = Origin(part.name, part.shape)
-        hold(role, read_rows(part.file, part.begin, pitch * size, lines, origin=origin, window=own))
-
-    upright = by_columns(spec) or spec.layout == packing.COLUMNS  # groups are of rows
-    groups = groups_of(grid, stored[packing.GROUPS], upright) if grid and packing.GROUPS in stored else None
-    vertical = zeros is not None and zeros.layout == packing.COLUMNS
-    units = [1, 1]  # codes, along both axes, that are stored together or share a scale
-    if spec.layout == packing.COLUMNS:
-        units[0] = 32 // math.gcd(spec.bits, 32)
-    elif spec.layout == packing.BLOCKS:
-        units[1] = dtypes.BLOCK_TYPES[spec.numbers].block
-    else:
-        units[1] = 32 // spec.bits if spec.layout == packing.WORDS else 8 // math.gcd(spec.bits, 8)
-    kept = [True, True]  # whether the grid keeps all scales along an axis
-    if grid is not None:
-        kept = [grid.rows == 1, grid.columns == 1]
-        if groups is not None:
-            kept[0 if upright else 1] = True
-        in_word = 1 if zeros is None else zeros.word_codes or 32 // math.gcd(zeros.bits, 32)
-        blocks = grid.row_block * (in_word if vertical else 1), grid.column_block * (1 if vertical else in_word)
-        units = [unit if keep else math.lcm(unit, size) for unit, keep, size in zip(units, kept, blocks, strict=True)]
-    (top, bottom), (left, right) = (
-        (part.start // unit * unit, min(total, -(-part.stop // unit) * unit))
-        for part, unit, total in zip((down, across), units, (spec.rows, spec.columns), strict=True)
-    )
-    lines, ends = range(top, bottom), [bytes_before(spec, left), bytes_before(spec, right)]
-    if spec.layout == packing.COLUMNS:
-        lines = range(top * spec.bits // 32, -(-bottom * spec.bits // 32))
-    elif right == spec.columns:
-        ends[1] = spec.row_bytes
-    window(packing.CODES, spec.row_bytes, lines, range(*ends), 1)
-    if grid is not None:
-        rows = range(grid.rows) if kept[0] else range(top // grid.row_block, -(-bottom // grid.row_block))
-        columns = range(left // grid.column_block, -(-right // grid.column_block))
-        columns = range(grid.columns) if kept[1] else columns
-        for role in stored.keys() & {packing.SCALE, packing.BIAS, packing.ZERO}:
-            if role != packing.ZERO or zeros is None:
-                window(role, grid.columns, rows, columns, stored[role].row.block_bytes)
-                continue
-            whole = None
-            if zeros.symmetric:  # the meaning of a code depends on all of them
-                whole = read_part(stored[role])
-                part = stored[role]._replace(file=whole, begin=0, end=whole.size)
-                zeros, _ = settled(zeros, grid, part, 1)
-            codes, pitch = (rows, grid.columns) if vertical else (columns, words_for(zeros, grid.columns))
-            first = codes.start // zeros.word_codes if zeros.word_codes else codes.start * zeros.bits // 32
-            words = range(first, first + words_for(zeros, len(codes)))
-            window(role, pitch, *((words, columns) if vertical else (rows, words)), 4, whole=whole)
-        grid = grid._replace(
-            row_block=max(1, bottom - top) if grid.rows == 1 else grid.row_block,
-            column_block=max(1, right - left) if grid.columns == 1 else grid.column_block,
-            rows=len(rows),
-            columns=len(columns),
-        )
-    if groups is not None:
-        hold(packing.GROUPS, groups[slice(top, bottom) if upright else slice(left, right)])
-    single = packing.FACTORS in stored and math.prod(stored[packing.FACTORS].shape) == 1
-    if packing.FACTORS in stored and not single:
-        window(packing.FACTORS, spec.columns, range(1), range(left, right), stored[packing.FACTORS].row.block_bytes)
-    for role in stored.keys() & {packing.GLOBAL, packing.TABLE, *([packing.FACTORS] if single else [])}:
-        hold(role, read_part(stored[role]))
-    shape = (right - left, bottom - top) if spec.transpose else (bottom - top, right - left)
-    spec = spec._replace(shape=shape, rows=bottom - top, columns=right - left, row_bytes=ends[1] - ends[0])
-    return Packed(spec._replace(grid=grid, zeros=zeros), parts), (top, left), owner
+def _widened(part: slice, unit: int, total: int) -> tuple[int, int]:
+    """Return the begin and the end of the whole units that hold a range, within a total."""
+    return part.start // unit * unit, min(total, -(-part.stop // unit) * unit)

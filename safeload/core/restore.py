@@ -19,6 +19,7 @@ from .cast import astype
 from .jobs import Job, Origin
 from .native import address_of, ffi, lib, short
 from .packing import COLUMNS, WORDS, Grid, Packed, Packing, Part, Zeros
+from .slice import read_rows
 from .text import error_about, show
 
 # float32 scales, zeros and biases of a job. A tensor with more is restored in ranges of rows, so that scales cannot
@@ -147,6 +148,30 @@ def read_part(part: Part, begin: int = 0, size: int | None = None) -> Array:
     return jobs.read_small(part.file, np.dtype(np.uint8), (end - first,), first, end, origin=origin)
 
 
+def _read_window(part: Part, pitch: int, lines: range, window: range) -> Array:
+    """Return a range of the bytes of each of these lines of ``pitch`` bytes."""
+    end, nbytes = max(0, lines.stop - 1) * pitch + window.stop, part.end - part.begin
+    if end > nbytes:
+        text, path = f": has {nbytes:,} bytes, but a row ends at {end:,}", getattr(part.file, "path", None)
+        raise error_about(FormatError, text, path=path, tensor=part.name)
+    if len(lines) < 2 or len(window) == pitch:
+        return read_part(part, lines.start * pitch + window.start, len(lines) * len(window))
+    if part.file is not None and not isinstance(part.file, np.ndarray):
+        origin = Origin(part.name, part.shape)
+        return read_rows(part.file, part.begin, pitch, lines, origin=origin, window=window).reshape(-1)
+    whole = read_part(part, 0, lines.stop * pitch).reshape(-1, pitch)
+    return np.ascontiguousarray(whole[lines.start : lines.stop, window.start : window.stop]).reshape(-1)
+
+
+def floats_of(raw: Array, row: dtypes.Dtype) -> Array:
+    """Return stored numbers as float32; float32 itself is not copied."""
+    array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
+    if row is dtypes.F32:
+        return array
+    # NumPy's memory, which malloc reuses for the scales of the next tensor: new pages take longer than the scales.
+    return astype(array, np.float32, out=np.empty(array.shape, np.float32), threads=1)
+
+
 def in_memory(packed: Packing, arrays: Mapping[str, Array]) -> tuple[Packed, Any]:
     """Return a packed tensor with parts in memory, and the owner of the memory."""
     stored = {role: np.ascontiguousarray(jobs.native_order(array)) for role, array in arrays.items()}
@@ -214,27 +239,33 @@ def _unpacked(words: Array, zeros: Zeros, span: slice, low: int = 0) -> Array:
     return masked
 
 
-def settled(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> tuple[Zeros, int | None]:
-    """Return zero points with ``added`` resolved, see `Zeros.symmetric`, and the only code of the grid, if any."""
-    only = None if zeros.layout == COLUMNS else _only_code(zeros, grid, part, matrices)
+def settled(
+    zeros: Zeros, grid: Grid, part: Part, matrices: int, place: Place | None = None
+) -> tuple[Zeros, int | None]:
+    """Return zero points with ``added`` resolved, see `Zeros.symmetric`, and the only code of the grid, if any.
+
+    Only a ``place`` of the grid is read if its codes suffice.
+    """
+    if place is None or zeros.symmetric:
+        place = (0, matrices), (slice(0, grid.rows), slice(0, grid.columns))
+    only = None if zeros.layout == COLUMNS else _only_code(zeros, grid, part, place)
     middle = 1 << zeros.bits - 1
     # Writers add 0 or 1 to codes; symmetric weights have the middle.
     added = middle - only if zeros.symmetric and only in (middle - 1, middle) else zeros.added
     return zeros._replace(symmetric=False, added=added), only
 
 
-def _only_code(zeros: Zeros, grid: Grid, part: Part, matrices: int) -> int | None:
+def _only_code(zeros: Zeros, grid: Grid, part: Part, place: Place) -> int | None:
     """Return the only code of a grid with codes along its rows, as in symmetric weights; None if codes differ."""
-    if not matrices * grid.rows * grid.columns:
+    words, span = _words(zeros, grid, part, place)[0], place[1][1]
+    if not words.size or span.start == span.stop:
         return None
-    span = slice(0, grid.columns)
-    words, _ = _words(zeros, grid, part, ((0, matrices), (slice(0, grid.rows), span)))
     lines = words.reshape(-1, words.shape[-1])
     if 32 % zeros.bits == 0 and grid.columns * zeros.bits % 32 == 0:
         if (lines != lines[0, 0]).any():
             return None
         lines, span = lines[:1, :1], slice(0, 32 // zeros.bits)
-    first = int(_unpacked(lines[0], zeros, slice(0, 1))[0])
+    first = int(_unpacked(lines[0], zeros, slice(span.start, span.start + 1))[0])
     # Line by line: all codes would take eight times the memory of the words.
     return first if all((_unpacked(line, zeros, span) == first).all() for line in lines) else None
 
@@ -362,13 +393,20 @@ class CodeReader:
 
     # Few objects for the garbage collector: 100,000 experts have as many readers.
     __slots__ = (
-        "_down", "_name", "_packed", "_part", "_parts", "_place", "_stored", "begin", "cost", "nbytes",
+        "_apart", "_down", "_name", "_packed", "_part", "_parts", "_place", "_stored", "begin", "cost", "nbytes",
         "row_bytes",
     )  # fmt: skip
 
-    def __init__(self, packed: Packed, part: Range, name: str, stored: Mapping[str, Part] | None = None) -> None:
+    def __init__(
+        self,
+        packed: Packed,
+        part: Range,
+        name: str,
+        stored: Mapping[str, Part] | None = None,
+        row_bytes: int | None = None,  # of a row of codes that hold only the range; None for codes of whole matrices
+    ) -> None:
         spec, self._parts = packed
-        self._packed, self._part, self._name = spec, part, name
+        self._packed, self._part, self._name, self._apart = spec, part, name, row_bytes is not None
         self._stored = packed.parts if stored is None else stored  # with the paths of files
         self.row_bytes = bytes_before(spec, part.columns) if spec.flat else spec.row_bytes
         codes, self._down = self._parts[packing.CODES], by_columns(spec)
@@ -377,7 +415,9 @@ class CodeReader:
         before = part.first * (spec.rows * spec.bits // depth) + part.row * spec.bits // depth
         self.begin = codes.begin + before * spec.row_bytes + (part.column and bytes_before(spec, part.column))
         self.nbytes, self.cost = rows * self.row_bytes, 0
-        if spec.layout == packing.MASKED:
+        if row_bytes is not None:
+            self.begin, self.nbytes, self.row_bytes = codes.begin, codes.end - codes.begin, row_bytes
+        elif spec.layout == packing.MASKED:
             self.begin, self.nbytes = codes.begin, codes.end - codes.begin
             self.cost = (_mask_bytes(spec) + 8) * part.rows
         elif self._down:  # from the first word of the columns to the last
@@ -388,7 +428,7 @@ class CodeReader:
             self.cost += 4 * share * len(_GRIDS.keys() & self._parts)
 
     def stored(self) -> dict[str, tuple[Any, int, int]]:
-        parts = self._parts.items()
+        parts = () if self._apart else self._parts.items()  # of a range, `prepare` reads no other bytes
         return {role: (part.file, part.begin, part.end) for role, part in parts if role != packing.CODES}
 
     def moved(self, addresses: Mapping[str, int]) -> CodeReader:
@@ -440,10 +480,13 @@ class CodeReader:
             fields.update(self._mask_fields())
         if packed.grid is not None:
             self._add_grid(fields, packed.grid)
-        stored_factors = packing.FACTORS in self._parts
-        if stored_factors or packed.factor != 1:
-            factors = self._finite_floats(packing.FACTORS, 0, packed.columns) if stored_factors else packed.factor
-            fields["factors"] = np.full(packed.columns, factors, np.float32)
+        stored_factors = self._parts.get(packing.FACTORS)
+        if stored_factors is not None or packed.factor != 1:
+            factors: Any = packed.factor
+            if stored_factors is not None:
+                first = part.column if math.prod(stored_factors.shape) > 1 else 0
+                factors = self._finite_floats(packing.FACTORS, first, part.columns)
+            fields["factors"] = np.full(part.columns, factors, np.float32)
         return fields
 
     def _fail(self, message: str, role: str) -> FormatError:
@@ -452,14 +495,21 @@ class CodeReader:
         return error_about(FormatError, f": {message}", path=path, tensor=self._name)
 
     def _add_grid(self, fields: dict[str, Any], grid: Grid) -> None:
-        part, row, column = self._part, self._part.row // grid.row_block, self._part.column // grid.column_block
-        height, width = grid.rows, grid.columns
-        if part.rows != self._packed.rows:
-            height = -(-part.rows // grid.row_block)
-        if self._packed.flat or self._down:
-            width = -(-part.columns // grid.column_block)
-        matrices = (0, 1) if grid.shared else (part.first, part.matrices)
-        self._place = matrices, (slice(row, row + height), slice(column, column + width))
+        spec, part, groups = self._packed, self._part, self._groups(grid)
+        sides = [
+            (part.row, part.rows, spec.rows, grid.row_block, grid.rows),
+            (part.column, part.columns, spec.columns, grid.column_block, grid.columns),
+        ]
+        spans = [
+            slice(begin // block, begin // block + -(-size // block)) if size < total else slice(0, count)
+            for begin, size, total, block, count in sides
+        ]
+        if groups is not None:  # rows or columns of any group
+            k = 0 if self._down or spec.layout == packing.COLUMNS else 1
+            begin, size, _, _, count = sides[k]
+            fields["groups"], spans[k] = groups[begin : begin + size], slice(0, count)
+        height, width = (span.stop - span.start for span in spans)
+        self._place = (0, 1) if grid.shared else (part.first, part.matrices), (spans[0], spans[1])
         fields.update(
             row_block=grid.row_block,
             column_block=grid.column_block,
@@ -478,8 +528,6 @@ class CodeReader:
                 f"its zero points are not all 0, but the configuration says symmetric ({fields['zeros'].max():g})",
                 packing.ZERO,
             )
-        if packing.GROUPS in self._parts:
-            fields["groups"] = self._groups(grid)
 
     def _elements(self, role: str, grid: Grid, storable: bool) -> dict[str, Any]:
         """Return the fields of a part: as stored if the core can convert it, else as float32; both are finite."""
@@ -488,22 +536,22 @@ class CodeReader:
         rule = packed.scale_rule if role == packing.SCALE else packing.STORED
         (first, count), (rows, columns) = self._place
         height, width = rows.stop - rows.start, columns.stop - columns.start
-        begin, size = (first * grid.rows + rows.start) * grid.columns + columns.start, count * height * width
-        storable = storable and stored != "" and rule not in _AS_FLOATS and packed.family != packing.OWN
-        if storable and width == grid.columns and begin + size <= math.prod(part.shape):
-            raw = read_part(part, begin * row.block_bytes, size * row.block_bytes).view(np.uint8)
+        line, lines = first * grid.rows + rows.start, count * height  # of the grids of all matrices
+        window = range(columns.start * row.block_bytes, columns.stop * row.block_bytes)
+        raw = _read_window(part, grid.columns * row.block_bytes, range(line, line + lines), window).view(np.uint8)
+        if storable and stored and rule not in _AS_FLOATS and packed.family != packing.OWN:
             shared: dict[str, Any] | None = {} if all_finite(raw, row) else None
             if shared is not None and rule != packing.STORED:
                 shared = shared_fields(packed, row, self._shared(), (first, count))
             if shared is not None:
                 return {stored: raw, dtype: row.number, **shared}
-        # Whole rows of the grid at once.
-        lines = 1 if width == grid.columns or count * height == 1 else count * height
-        read = self._scales if role == packing.SCALE else lambda begin, n: self._floats(role, begin, n)
-        each = [read(begin + k * grid.columns, size // lines) for k in range(lines)] if lines else []
-        elements = each[0] if len(each) == 1 else np.array(each, np.float32)
-        elements = elements.reshape(count, height, width)
-        return {floats: self._finite(role, elements, (first, rows.start, columns.start))}
+        if rule == packing.NESTED_RULE:
+            elements = self._nested(line * grid.columns + columns.start, raw)
+        elif rule in (packing.STORED, packing.QUOTIENT):
+            elements = floats_of(raw, row)
+        else:
+            elements = self._combined(floats_of(raw, row).reshape(lines, width), row, grid, line)
+        return {floats: self._finite(role, elements.reshape(count, height, width), (first, rows.start, columns.start))}
 
     def _dtype_of(self, role: str) -> dtypes.Dtype:
         scales = self._packed.scale_dtype if role == packing.SCALE else None
@@ -514,48 +562,28 @@ class CodeReader:
         shared = self._finite_floats(packing.GLOBAL, 0, math.prod(self._parts[packing.GLOBAL].shape)).reshape(-1)
         return shared / np.float32(2688) if self._packed.scale_rule == packing.MLX_GLOBAL else shared
 
-    def _floats(self, role: str, begin: int, count: int) -> Array:
-        part = self._parts[role]
-        row, size = self._dtype_of(role), math.prod(part.shape)
-        raw = read_part(part, begin * row.block_bytes, min(count, size) * row.block_bytes)
-        array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
-        if row is dtypes.F32:
-            return array
-        # NumPy's memory, which malloc reuses for the scales of the next tensor: new pages take longer than the scales.
-        return astype(array, np.float32, out=np.empty(array.shape, np.float32), threads=1)
-
-    def _scales(self, begin: int, count: int) -> Array:
-        """Return the scales of elements [begin, begin + count) of the grid."""
-        packed, rule = self._packed, self._packed.scale_rule
-        if rule == packing.NESTED_RULE:
-            return self._nested(begin, count)
-        scales = self._floats(packing.SCALE, begin, count)
-        if rule in (packing.STORED, packing.QUOTIENT):
-            return scales
+    def _combined(self, scales: Array, row: dtypes.Dtype, grid: Grid, line: int) -> Array:
+        """Return the scales of lines of the grids, which the scales of the tensor, or a reciprocal, complete."""
         with np.errstate(all="ignore"):  # `_finite` refuses bad results
-            if rule == packing.INVERSE:
+            if self._packed.scale_rule == packing.INVERSE:
                 return np.reciprocal(scales)
             shared = self._shared()
             if shared.size > 1:  # a scale per expert, or per equal part of its rows
-                assert packed.grid is not None
-                elements = packed.grid.rows * packed.matrices // shared.size * packed.grid.columns
-                shared = shared[np.arange(begin, begin + count) // elements]
-            combine = np.divide if rule == packing.DIVIDED else np.multiply
+                each = grid.rows * self._packed.matrices // shared.size
+                shared = shared[np.arange(line, line + len(scales)) // each, None]
+            combine = np.divide if self._packed.scale_rule == packing.DIVIDED else np.multiply
             # In place, because new pages cost more than the arithmetic; but float32 scales may belong to the caller.
-            combined: Array = combine(
-                scales, shared, out=None if self._parts[packing.SCALE].row is dtypes.F32 else scales
-            )
+            combined: Array = combine(scales, shared, out=None if row is dtypes.F32 else scales)
             return combined
 
-    def _nested(self, begin: int, count: int) -> Array:
+    def _nested(self, begin: int, codes: Array) -> Array:
         """Return double-quantized scales (bitsandbytes): 8-bit codes, a scale per block, and an offset."""
         packed, block = self._packed, self._packed.nested_block
-        first, last = begin // block, -(-(begin + count) // block)
+        first, last = begin // block, -(-(begin + codes.size) // block)
         table = self._finite_floats(packing.NESTED_TABLE, 0, 256)
         shared = self._finite_floats(packing.NESTED, first, last - first)
-        codes = read_part(self._parts[packing.SCALE], begin, count).view(np.uint8)
         blocks = np.zeros((last - first, block), np.float32)
-        scales: Array = blocks.reshape(-1)[begin - first * block :][:count]
+        scales: Array = blocks.reshape(-1)[begin - first * block :][: codes.size]
         np.take(table, codes, out=scales, mode="clip")  # codes are in range; without "clip" NumPy makes a copy
         with np.errstate(all="ignore"):  # `_finite` refuses bad results
             blocks *= shared[:, None]
@@ -563,7 +591,9 @@ class CodeReader:
         return scales
 
     def _finite_floats(self, role: str, begin: int, count: int) -> Array:
-        return self._finite(role, self._floats(role, begin, count))
+        part, row = self._parts[role], self._dtype_of(role)
+        size = min(count, math.prod(part.shape)) * row.block_bytes
+        return self._finite(role, floats_of(read_part(part, begin * row.block_bytes, size), row))
 
     def _finite(self, role: str, values: Array, begin: tuple[int, int, int] | None = None) -> Array:
         """Refuse values that would make weights NaN or infinite. ``begin`` is the first element of a grid range."""
@@ -581,7 +611,7 @@ class CodeReader:
     def _add_packed_zeros(self, fields: dict[str, Any], grid: Grid, zeros: Zeros, can_store: bool) -> None:
         """Add zero points as a grid; a single zero point is subtracted from the table instead."""
         packed, part, table = self._packed, self._parts[packing.ZERO], fields["table"]
-        zeros, only = settled(zeros, grid, part, packed.matrices)
+        zeros, only = settled(zeros, grid, part, packed.matrices, self._place)
         if only is not None:
             fields["table"] = table - numbers_of(zeros, np.array(only, np.uint32), table)
             return
@@ -589,8 +619,8 @@ class CodeReader:
         fields.update(stored or {"zeros": np.ascontiguousarray(read_numbers(zeros, grid, part, self._place, table))})
 
     def _groups(self, grid: Grid) -> Array | None:
-        down = self._down or self._packed.layout == packing.COLUMNS
-        groups = groups_of(grid, self._parts[packing.GROUPS], down)
+        down, part = self._down or self._packed.layout == packing.COLUMNS, self._parts.get(packing.GROUPS)
+        groups = None if part is None else groups_of(grid, part, down)
         if groups is None:  # blocks are faster
             return None
         count = grid.rows if down else grid.columns
@@ -756,3 +786,21 @@ def restore_jobs(
         how = dtypes.F32.number, target, lib.SL_OP_RESTORE
         made.append(Job(*place, part.values * 4, *how, origin=origin, packed=reader))
     return made
+
+
+def restore_box(packed: Packed, part: Range, memory: int, target: int, name: str) -> Job:
+    """Return the job that dequantizes a range of the rows and columns of a matrix; only its codes are read."""
+    spec, codes = packed.packing, packed.parts[packing.CODES]
+    lines, right = range(part.row, part.row + part.rows), part.column + part.columns
+    window = range(bytes_before(spec, part.column), bytes_before(spec, right))
+    if spec.layout == packing.COLUMNS:
+        lines = range(lines.start * spec.bits // 32, -(-lines.stop * spec.bits // 32))
+    elif right == spec.columns:
+        window = range(window.start, spec.row_bytes)
+    raw = _read_window(codes, spec.row_bytes, lines, window)
+    begin = address_of(raw)
+    held = codes._replace(file=None, shape=raw.shape, begin=begin, end=begin + raw.size)
+    reader = CodeReader(Packed(spec, {**packed.parts, packing.CODES: held}), part, name, packed.parts, len(window))
+    how = part.values * 4, dtypes.F32.number, target, lib.SL_OP_RESTORE
+    shape = (part.columns, part.rows) if spec.transpose else (part.rows, part.columns)
+    return Job(None, begin, memory, *how, origin=Origin(name, shape, raw), packed=reader)

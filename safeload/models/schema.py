@@ -243,6 +243,13 @@ class SchemaEntry(NamedTuple):
     architectures: tuple[str, ...] = ()
 
 
+def wrong_axes(shape: tuple[int, ...], sizes: tuple[int | None, ...] | None) -> list[int]:
+    """Return the axes with another size than expected, where None is any; [-1] if the number of axes differs."""
+    if sizes is None or len(shape) != len(sizes):
+        return [] if sizes is None else [-1]
+    return [k for k, size in enumerate(sizes) if size not in (None, shape[k])]
+
+
 class ExpectedTensor(NamedTuple):
     """An expected tensor of a model with a known config."""
 
@@ -253,6 +260,10 @@ class ExpectedTensor(NamedTuple):
     required: bool
     entry: SchemaEntry
     tied: str | None  # the tensor that shares its weights
+
+    def wrong_axes(self, shape: tuple[int, ...]) -> list[int]:
+        """Return the axes of a shape with another size; see `wrong_axes`."""
+        return wrong_axes(shape, self.shape)
 
 
 class SchemaMatch(NamedTuple):

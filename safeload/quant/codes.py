@@ -15,7 +15,6 @@ import numpy as np
 
 from ..core import dtypes, jobs, packing, restore
 from ..core.arrays import Array
-from ..core.cast import astype
 from ..core.native import address_of, lib
 from ..core.packing import BIAS, CODES, GLOBAL, GROUPS, SCALE, SHAPE, ZERO, Grid, Packed, Packing
 from ..core.text import error_about
@@ -218,7 +217,7 @@ def _grids_of(matrix: Matrix) -> Grids:
             return None
         row = dtypes.BY_CODE[kind.scale_dtype] if role == SCALE and kind.scale_dtype else part.row
         size = count * row.block_bytes
-        return _floats(restore.read_part(part, at * size, size), row).reshape(grid.rows, grid.columns)
+        return restore.floats_of(restore.read_part(part, at * size, size), row).reshape(grid.rows, grid.columns)
 
     zeros: Array | None = None
     if ZERO in packed.parts and kind.zeros is not None:
@@ -237,16 +236,11 @@ def _grids_of(matrix: Matrix) -> Grids:
     factors = None
     if GLOBAL in packed.parts:
         part = packed.parts[GLOBAL]
-        shared = _floats(restore.read_part(part), part.row).reshape(-1)
+        shared = restore.floats_of(restore.read_part(part), part.row).reshape(-1)
         if shared.size not in (1, kind.matrices):
             raise Immovable("parts of its matrices have scales of their own")
         factors = shared[0 if shared.size == 1 else index]
     return Grids(numbers(SCALE), zeros, numbers(BIAS), factors).mapped(lambda grid: _chosen(grid, matrix))
-
-
-def _floats(raw: Array, row: dtypes.Dtype) -> Array:
-    array = jobs.native_order(raw.view(np.uint8).view(dtypes.element_dtype(row.number)))
-    return astype(array, np.float32, threads=1)
 
 
 def _chosen(values: Array, matrix: Matrix) -> Array:
@@ -278,7 +272,7 @@ def _grids_in_blocks(matrix: Matrix) -> Grids:
     name, stored = matrix.packed.packing.numbers, _bytes_in_blocks(matrix)
     row = dtypes.BY_CODE[_BLOCKS[name].scales[0]]
     columns = [
-        _floats(np.ascontiguousarray(stored[..., k * row.block_bytes : (k + 1) * row.block_bytes]), row)
+        restore.floats_of(np.ascontiguousarray(stored[..., k * row.block_bytes : (k + 1) * row.block_bytes]), row)
         for k in range(1 + (_BLOCKS[name].zero == BIAS))
     ]
     grids = [each.reshape(stored.shape[:2]) for each in columns]

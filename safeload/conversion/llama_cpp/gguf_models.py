@@ -498,10 +498,9 @@ def check_tensors(
     for name, shape in shapes.items():
         if name not in expected:
             raise UnsupportedError(f"{title}: {form.holder} has no tensor {show(name)}", tensor=name)
-        sizes = expected[name].shape
-        needed = shape if sizes is None else sizes
-        if len(shape) != len(needed) or any(b not in (None, a) for a, b in zip(shape, needed, strict=True)):
-            text = f"has the shape {list(shape)}, but the sizes of the model need {list(needed)}"
+        if expected[name].wrong_axes(shape):
+            needed = list(expected[name].shape or ())
+            text = f"has the shape {list(shape)}, but the sizes of the model need {needed}"
             raise error_about(FormatError, text, path=title, tensor=name)
 
 
