@@ -136,8 +136,10 @@ TARGET SL_INLINE void convert_small(const small_float *format, int32_t to, const
     for (int k = 0; k < (bits == 8 ? 4 : 1); k++)
         table[k] = _mm512_inserti64x4(_mm512_castsi256_si512(magnitudes(format, to, 32 * k)),
                                       magnitudes(format, to, 32 * k + 16), 1);
-    for (; count >= STEP; count -= STEP, in += STEP / 8 * bits, out += STEP * out_bytes)
+    for (; count >= STEP; count -= STEP, in += STEP / 8 * bits, out += STEP * out_bytes) {
+        sl_prefetch_results(out, STEP * out_bytes);
         convert_codes(format, to, table, in, out);
+    }
     if (count == 0) return;
     uint8_t codes[STEP] = {0}, values[STEP * 4];
     memcpy(codes, in, (count * bits + 7) / 8);

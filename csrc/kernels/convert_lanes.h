@@ -23,13 +23,16 @@ static inline uint32_t power_of_two(int n) { return (uint32_t)(n + 127) << 23; }
 
 /* Defines the kernel `name`: convert(in, out) takes `step` elements of `in_bytes` each to `out_bytes` each, and the
  * scalar kernel takes the remainder of a length. */
-#define CONVERSION(name, convert, step, from, in_bytes, to, out_bytes)                                \
-    TARGET static void name(const void *source, void *destination, size_t count) {                    \
-        const uint8_t *in = source;                                                                   \
-        uint8_t *out = destination;                                                                   \
-        size_t i = 0;                                                                                 \
-        for (; i + (step) <= count; i += (step)) convert(in + (in_bytes) * i, out + (out_bytes) * i); \
-        sl_convert_rest(from, to, in + (in_bytes) * i, out + (out_bytes) * i, count - i);             \
+#define CONVERSION(name, convert, step, from, in_bytes, to, out_bytes)                    \
+    TARGET static void name(const void *source, void *destination, size_t count) {        \
+        const uint8_t *in = source;                                                       \
+        uint8_t *out = destination;                                                       \
+        size_t i = 0;                                                                     \
+        for (; i + (step) <= count; i += (step)) {                                        \
+            sl_prefetch_results(out + (out_bytes) * i, (out_bytes) * (step));             \
+            convert(in + (in_bytes) * i, out + (out_bytes) * i);                          \
+        }                                                                                 \
+        sl_convert_rest(from, to, in + (in_bytes) * i, out + (out_bytes) * i, count - i); \
     }
 
 #endif
