@@ -41,19 +41,20 @@ TARGET SL_INLINE void f32_to_f16(const uint8_t *in, uint8_t *out) {
 
 CONVERSION(sl_f32_to_f16_avx512, f32_to_f16, STEP, SL_F32, 4, SL_F16, 2)
 
-TARGET static __m256i round_to_bf16(const uint8_t *source) {
+/* Rounds to the upper halves of the lanes. Rounding does not change the canonical NaN. 0xea: (a & b) | c. */
+TARGET static __m512i round_to_bf16(const uint8_t *source) {
+    const __m512i sign = _mm512_set1_epi32((int)0x80000000u), canonical = _mm512_set1_epi32(0x7fc00000);
     __m512i bits = _mm512_loadu_si512(source);
     __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(bits), _mm512_castsi512_ps(bits), _CMP_UNORD_Q);
+    bits = _mm512_mask_ternarylogic_epi32(bits, nan, sign, canonical, 0xea);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    __m512i sign = _mm512_and_si512(bits, _mm512_set1_epi32((int)0x80000000u));
-    rounded = _mm512_mask_or_epi32(rounded, nan, sign, _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
 }
 
 TARGET SL_INLINE void f32_to_bf16(const uint8_t *in, uint8_t *out) {
-    _mm256_storeu_si256((__m256i *)out, round_to_bf16(in));
-    _mm256_storeu_si256((__m256i *)(out + 32), round_to_bf16(in + 64));
+    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(round_to_bf16(in), upper, round_to_bf16(in + 64)));
 }
 
 CONVERSION(sl_f32_to_bf16_avx512, f32_to_bf16, STEP, SL_F32, 4, SL_BF16, 2)
