@@ -11,7 +11,9 @@
 #define MOST_ROWS ((uint64_t)2048)
 /* Rows of the longest block of a target. Row counts above this are a multiple of it, except with act-order. */
 #define LONGEST_BLOCK ((uint64_t)256)
-/* Values of a tile with more rows: 12 MiB take some milliseconds, so that threads finish at about the same time. */
+/* Values of a tile with more rows: 12 MiB take some milliseconds, so that threads finish at about the same time. Codes
+ * in memory are divided into tiles of most rows and some of the columns, which takes half the time of low and wide
+ * tiles: a column's values are stored into a page of their own. */
 #define TILE_VALUES ((uint64_t)3 << 20)
 /* Columns dequantized at a time: a multiple of the codes in a word. Of nibbles in words, a whole cache line of each
  * row. */
@@ -44,6 +46,11 @@ static uint64_t lines_of(const sl_packed *packed, uint64_t rows) {
     return packed->layout == SL_LAYOUT_COLUMNS ? rows * (uint64_t)packed->bits / 32 : rows;
 }
 
+/* Number of tiles beside each other. */
+static uint64_t parts_of(const sl_packed *packed, const sl_plan *plan) {
+    return (packed->columns - 1) / plan->columns + 1;
+}
+
 static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_error *error) {
     const sl_packed *packed = job->packed;
     if (packed->layout == SL_LAYOUT_PLANES || packed->word_codes > 0)
@@ -58,8 +65,9 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
     /* With act-order every tile reads all scales, so tiles are 8 times taller: 4 times were 17 % faster at group size
      * 128, and 40 % at 32; twice as many again are 5 % faster at 128. */
     bool ordered = packed->groups != NULL && sl_packed_by_row(packed);
-    uint64_t values = ordered ? 8 * TILE_VALUES : TILE_VALUES;
-    uint64_t most = sl_min_u64(ordered ? MOST_ROWS : MOST_ROWS / 2, values / (packed->columns + 1));
+    bool split = job->file == SL_MEMORY && job->codes == NULL; /* a file would need a read for each row */
+    uint64_t values = ordered ? 8 * TILE_VALUES : TILE_VALUES, most = ordered ? MOST_ROWS : MOST_ROWS / 2;
+    if (!split) most = sl_min_u64(most, values / (packed->columns + 1));
     if (most < LONGEST_BLOCK) most = LONGEST_BLOCK;
     uint64_t rows = job->file == SL_MEMORY ? most : sl_min_u64(most, TILE_READ / stored * TILE_ROWS);
     rows -= rows % (rows > LONGEST_BLOCK ? LONGEST_BLOCK : TILE_ROWS);
@@ -70,8 +78,11 @@ static int32_t plan_tiles(const sl_job *job, uint64_t unit, sl_plan *plan, sl_er
         rows = sl_min_u64(rows, (even + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
     }
     plan->rows = sl_min_u64(rows, packed->rows);
-    plan->step = plan->rows * packed->columns * 4;
-    plan->chunks = job->size > 0 ? packed->matrices * ((packed->rows - 1) / plan->rows + 1) : 0;
+    plan->columns = packed->columns;
+    if (split) plan->columns = sl_min_u64(TILE_VALUES / rows / NIBBLE_COLUMNS * NIBBLE_COLUMNS, packed->columns);
+    plan->step = plan->rows * plan->columns * 4;
+    plan->chunks = job->size > 0 ? packed->matrices * ((packed->rows - 1) / plan->rows + 1) * parts_of(packed, plan)
+                                 : 0;
     plan->scratch = TILE_SCRATCH;
     return SL_OK;
 }
@@ -566,7 +577,9 @@ static int32_t read_columns(band *self, uint64_t begin, uint64_t column, uint64_
 
 static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk, uint8_t *scratch, sl_error *error) {
     const sl_packed *packed = job->packed;
-    uint64_t bands = (packed->rows - 1) / plan->rows + 1;
+    uint64_t bands = (packed->rows - 1) / plan->rows + 1, parts = parts_of(packed, plan);
+    uint64_t first = chunk % parts * plan->columns, last = sl_min_u64(first + plan->columns, packed->columns);
+    chunk /= parts;
     band self = {.job = job, .plan = plan, .matrix = chunk / bands, .row = chunk % bands * plan->rows};
     self.rows = sl_min_u64(plan->rows, packed->rows - self.row);
     self.lines = lines_of(packed, self.rows);
@@ -588,8 +601,8 @@ static int32_t run_tiles(const sl_job *job, const sl_plan *plan, uint64_t chunk,
     uint32_t flip = 0;
     bool kept = keeps_codes(packed, job->codes, &flip);
     if (!at_once) most = TILE_READ * 8 / (self.lines * self.line_bits) / TILE_COLUMNS * TILE_COLUMNS;
-    for (uint64_t column = 0; column < packed->columns; column += most) {
-        uint64_t end = sl_min_u64(column + most, packed->columns);
+    for (uint64_t column = first; column < last; column += most) {
+        uint64_t end = sl_min_u64(column + most, last);
         int32_t status = at_once ? sl_fetch(job, begin, size, self.staging, &self.bytes, error)
                                  : read_columns(&self, begin, column, end, error);
         if (status == SL_OK && kept && (end - column >= 8 * SL_CODES_LANES || packed->layout == SL_LAYOUT_COLUMNS)) {

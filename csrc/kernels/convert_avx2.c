@@ -74,15 +74,19 @@ TARGET SL_INLINE void f8_e4m3_to_f32(const uint8_t *in, uint8_t *out) {
 
 CONVERSION(sl_f8_e4m3_to_f32_avx2, f8_e4m3_to_f32, STEP, SL_F8_E4M3, 1, SL_F32, 4)
 
-TARGET SL_INLINE void f8_e8m0_to_f32(const uint8_t *in, uint8_t *out) {
+TARGET static __m256i e8m0_lanes(__m128i codes) {
     const __m256i nan = _mm256_set1_epi32(0x7fc00000), least = _mm256_set1_epi32(0x00400000);
-    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)in));
-    __m256i is_nan = _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(255));
-    __m256i bits = _mm256_max_epi32(_mm256_slli_epi32(codes, 23), least);
-    _mm256_storeu_si256((__m256i *)(void *)out, _mm256_blendv_epi8(bits, nan, is_nan));
+    __m256i own = _mm256_cvtepu8_epi32(codes), is_nan = _mm256_cmpeq_epi32(own, _mm256_set1_epi32(255));
+    return _mm256_blendv_epi8(_mm256_max_epi32(_mm256_slli_epi32(own, 23), least), nan, is_nan);
 }
 
-CONVERSION(sl_f8_e8m0_to_f32_avx2, f8_e8m0_to_f32, 8, SL_F8_E8M0, 1, SL_F32, 4)
+TARGET SL_INLINE void f8_e8m0_to_f32(const uint8_t *in, uint8_t *out) {
+    __m128i codes = _mm_loadu_si128((const __m128i *)in);
+    _mm256_storeu_si256((__m256i *)out, e8m0_lanes(codes));
+    _mm256_storeu_si256((__m256i *)(out + 32), e8m0_lanes(_mm_srli_si128(codes, 8)));
+}
+
+CONVERSION(sl_f8_e8m0_to_f32_avx2, f8_e8m0_to_f32, STEP, SL_F8_E8M0, 1, SL_F32, 4)
 
 TARGET SL_INLINE void i8_to_f32(const uint8_t *in, uint8_t *out) {
     __m128i codes = _mm_loadu_si128((const __m128i *)in);

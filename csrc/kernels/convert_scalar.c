@@ -1,6 +1,5 @@
 /* Conversions element by element: the reference for all tiers. */
-#include "kernels/convert.h"
-
+#include "kernels/convert_lanes.h"
 #include "kernels/scalar.h"
 
 /* ---- 16-bit floats to f32 ---- */
@@ -14,22 +13,6 @@ static void sl_f16_to_f32_scalar(const void *source, void *destination, size_t c
 }
 
 /* ---- small floats ---- */
-
-/* The meaning of the code of all ones and of the code of minus zero. */
-enum { IEEE, ONE_NAN, MINUS_ZERO_IS_NAN, FINITE };
-
-/* sign, exponent and mantissa, from high to low bits. F8_E4M3, F8_E5M2: arXiv:2209.05433. FNUZ: arXiv:2206.02915. F4,
- * F6: OCP Microscaling Formats v1.0. */
-typedef struct small_float {
-    int exponent_bits, mantissa_bits, bias, special;
-} small_float;
-
-static const small_float E5M2 = {5, 2, 15, IEEE}, E4M3FN = {4, 3, 7, ONE_NAN}, E5M2FNUZ = {5, 2, 16, MINUS_ZERO_IS_NAN},
-                         E4M3FNUZ = {4, 3, 8, MINUS_ZERO_IS_NAN}, E2M1 = {2, 1, 1, FINITE}, E2M3 = {2, 3, 1, FINITE},
-                         E3M2 = {3, 2, 3, FINITE};
-
-/* 2^n as f32 bits; the result must be normal. */
-static uint32_t power_of_two(int n) { return (uint32_t)(n + 127) << 23; }
 
 static uint32_t decode(const small_float *format, uint32_t code) {
     int mantissa_bits = format->mantissa_bits, exponent_bits = format->exponent_bits;

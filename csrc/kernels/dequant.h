@@ -302,12 +302,14 @@ TARGET SL_INLINE void restore_iq4_xs(const sl_iq4_xs *block, uint8_t *out) {
     ROW(SL_I2_S, i2_s, 128)       \
     EACH_IQ_TYPE(ROW)
 
-#define DEFINE(dtype, type, elements)                                                          \
-    TARGET static void KERNEL(type)(const void *source, void *destination, size_t count) {     \
-        const sl_##type *block = source;                                                       \
-        uint8_t *out = destination;                                                            \
-        for (size_t i = 0; i < count; i += (elements), block++, out += 4 * (size_t)(elements)) \
-            restore_##type(block, out);                                                        \
+#define DEFINE(dtype, type, elements)                                                            \
+    TARGET static void KERNEL(type)(const void *source, void *destination, size_t count) {       \
+        const sl_##type *block = source;                                                         \
+        uint8_t *out = destination;                                                              \
+        for (size_t i = 0; i < count; i += (elements), block++, out += 4 * (size_t)(elements)) { \
+            sl_prefetch_results(out, 4 * (elements));                                            \
+            restore_##type(block, out);                                                          \
+        }                                                                                        \
     }
 
 #define ENTRY(dtype, type, elements) {dtype, SL_F32, KERNEL(type)},

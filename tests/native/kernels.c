@@ -81,7 +81,9 @@ static void check_lengths(int32_t tier, int32_t from, int32_t to, const uint8_t 
 
 /* Other conversions are two of these, through f32. */
 static bool is_direct(int32_t from, int32_t to) {
-    return from == SL_F32 || to == SL_F32 || from == SL_F64 || to == SL_F64;
+    bool small = sl_dtype_get(from)->kind == SL_KIND_FLOAT && !is_block(from) && sl_dtype_get(from)->bits <= 8;
+    return (small && (to == SL_F16 || to == SL_BF16)) || from == SL_F32 || to == SL_F32 || from == SL_F64 ||
+           to == SL_F64;
 }
 
 static void check_conversion(int32_t from, int32_t to) {

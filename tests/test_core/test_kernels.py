@@ -26,6 +26,7 @@ PAIRS = [
     *(("F32", code) for code in FROM_F32),
     *(("BF16", "F64"), ("F16", "F64"), ("F64", "F16"), ("F64", "BF16"), ("F64", "F8_E4M3")),
     *((code, "BF16") for code in ("I32", "U32", "I64", "U64")),
+    *((code, to) for code in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ") for to in ("F16", "BF16")),
 ]
 
 
@@ -96,10 +97,10 @@ def test_every_length_and_alignment_gives_the_bits_of_scalar(tier, pair):
     source_size, target_size = nbytes(pair[0], 1), nbytes(pair[1], 1)
     numbers = [dtypes.BY_CODE[code].number for code in pair]
     source = np.resize(unsigned(rng.permutation(samples(pair[0])))[:400], 400).view(np.uint8)
-    raw_in, raw_out = np.zeros(source.nbytes + 64, np.uint8), np.zeros(131 * target_size + 128, np.uint8)
+    raw_in, raw_out = np.zeros(source.nbytes + 64, np.uint8), np.zeros(201 * target_size + 128, np.uint8)
     for shift in range(8):
         raw_in[shift : shift + source.nbytes] = source
-        for count in part_of(range(131), shift, 4):
+        for count in part_of(range(201), shift, 4):
             raw_out[:] = 0xA5
             address = ffi.cast("char *", ffi.from_buffer(raw_out)) + shift
             assert (
@@ -214,13 +215,14 @@ def test_64_bit_integers_keep_what_f32_can_hold():
 
 
 @pytest.mark.parametrize(("code", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+@pytest.mark.parametrize("to", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("tier", available_tiers(), ids=tier_name)
-def test_packed_floats_are_decoded_from_the_low_bits_up(tier, code, bits):
+def test_packed_floats_are_decoded_from_the_low_bits_up(tier, to, code, bits):
     codes = rng.integers(0, 1 << bits, 4 * 1000)
     codes[: 1 << bits] = np.arange(1 << bits)
     packed = np.packbits(((codes[:, None] >> np.arange(bits)) & 1).astype(np.uint8).ravel(), bitorder="little")
-    want = codes.astype(np.uint8).view(getattr(ml_dtypes, dtypes.BY_CODE[code].name)).astype(np.float32)
-    np.testing.assert_array_equal(unsigned(convert(tier, code, "F32", packed, codes.size)), unsigned(want))
+    want = codes.astype(np.uint8).view(getattr(ml_dtypes, dtypes.BY_CODE[code].name)).astype(numpy_type(to))
+    np.testing.assert_array_equal(unsigned(convert(tier, code, to, packed, codes.size)), unsigned(want))
 
 
 @pytest.mark.parametrize("pair", [("BF16", "F16"), ("F16", "BF16"), ("F8_E4M3", "F16"), ("F8_E5M2", "BF16"),
