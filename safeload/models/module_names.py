@@ -80,7 +80,7 @@ _KINDS = tuple(
         (r"\.trainable_tokens_delta(?:\.|$)", "an adapter with trained token embeddings"),
     )
 )  # fmt: skip
-# Every name that matches one of these patterns has one of these parts, and most names of models have none.
+# A name without any of these parts matches no pattern: the usual case, told by a single search.
 _PARTS = re.compile(
     "lora|hada|lokr|ia3|on_input|vera|oft_|ranknum|base_model|prompt_e|lycoris|trainable_tokens", re.ASCII
 )
