@@ -415,19 +415,20 @@ int32_t sl_safetensors_parse_head(const void *data, uint64_t held, uint64_t file
 int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64_t *sizes, void **header,
                               uint64_t *header_size, sl_error *error);
 
-/* The header of at most SL_BRIEF tensors. */
+/* The header of at most SL_BRIEF tensors, with as many axes altogether as SL_BRIEF_AXES. */
 #define SL_BRIEF 16
+#define SL_BRIEF_AXES 64
 typedef struct sl_brief_header {
     uint64_t places[2 * SL_BRIEF]; /* for `count` tensors first order, then sizes, as in sl_safetensors_header */
     char header[2048];
 } sl_brief_header;
 
-/* Like sl_safetensors_header, for names with '\n' after each, and without metadata if metadata_ends is NULL. Returns
- * the size of the header, or 0: for more tensors, a longer header, a name with a newline, or tensors that
- * sl_safetensors_header refuses. */
-uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
-                                     const uint64_t *dims, const uint64_t *dim_ends, const char *metadata_text,
-                                     const uint64_t *metadata_ends, uint64_t metadata_count, sl_brief_header *brief);
+/* Like sl_safetensors_header, for few arguments, whose conversion takes as long as the work. `texts` has the names,
+ * each with '\n' behind it, then the metadata. `numbers` has the count of tensors and the size of the names; then of
+ * each tensor dtype, rank and dims; then 1 if there is metadata, else 0, the count of its keys, and the ends of its
+ * texts. Returns the size of the header, or 0: for more tensors or axes, a longer header, a name with a newline, or
+ * tensors that sl_safetensors_header refuses. */
+uint64_t sl_safetensors_brief_header(const char *texts, const uint64_t *numbers, sl_brief_header *brief);
 void sl_free(void *memory);
 
 /* ---- GGUF (formats/gguf.c) ---- */

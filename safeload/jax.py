@@ -134,7 +134,7 @@ def load(data: Any) -> dict[str, Array]:
         >>> load(Path("model.safetensors").read_bytes())["conv1.bias"].shape
         (128,)
     """
-    if isinstance(data, (str, os.PathLike)):
+    if type(data) is not bytes and isinstance(data, (str, os.PathLike)):  # the latter is a check in Python
         raise TypeError("load takes the content of a file, as bytes; pass paths to load_file or load_checkpoint")
     return _arrays().copied(resident.parse(data, copy=False)[0])  # type: ignore[no-any-return]
 

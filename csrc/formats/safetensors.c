@@ -649,28 +649,35 @@ int32_t sl_safetensors_header(const sl_columns *tensors, uint32_t *order, uint64
     return SL_OK;
 }
 
-uint64_t sl_safetensors_brief_header(uint64_t count, const char *names, uint64_t names_size, const uint8_t *dtypes,
-                                     const uint64_t *dims, const uint64_t *dim_ends, const char *metadata_text,
-                                     const uint64_t *metadata_ends, uint64_t metadata_count, sl_brief_header *brief) {
-    uint64_t name_ends[SL_BRIEF], sizes[SL_BRIEF], ends = 0, size;
+uint64_t sl_safetensors_brief_header(const char *texts, const uint64_t *numbers, sl_brief_header *brief) {
+    uint64_t name_ends[SL_BRIEF], sizes[SL_BRIEF], dims[SL_BRIEF_AXES], dim_ends[SL_BRIEF], axes = 0, ends = 0, size;
+    uint8_t dtypes[SL_BRIEF];
     uint32_t order[SL_BRIEF];
     void *header;
+    uint64_t count = *numbers++, names_size = *numbers++;
     if (count > SL_BRIEF) return 0;
+    for (uint64_t i = 0; i < count; i++) {
+        dtypes[i] = (uint8_t)*numbers++;
+        uint64_t rank = *numbers++;
+        if (rank > SL_BRIEF_AXES - axes) return 0;
+        for (uint64_t k = 0; k < rank; k++) dims[axes++] = *numbers++;
+        dim_ends[i] = axes;
+    }
     for (uint64_t i = 0; i < names_size; i++) {
-        if (names[i] != '\n') continue;
+        if (texts[i] != '\n') continue;
         if (ends == count) return 0; /* a name contains a newline */
         name_ends[ends++] = i;
     }
     const sl_columns columns = {.count = count,
-                                .names = names,
+                                .names = texts,
                                 .name_ends = name_ends,
                                 .dtypes = dtypes,
                                 .dims = dims,
                                 .dim_ends = dim_ends,
-                                .has_metadata = metadata_ends != NULL,
-                                .metadata_count = metadata_count,
-                                .metadata_text = metadata_text,
-                                .metadata_ends = metadata_ends};
+                                .has_metadata = numbers[0] != 0,
+                                .metadata_count = numbers[1],
+                                .metadata_text = texts + names_size,
+                                .metadata_ends = numbers + 2};
     if (ends != count || sl_safetensors_header(&columns, order, sizes, &header, &size, NULL) != SL_OK) return 0;
     bool fits = size <= sizeof brief->header;
     if (fits) memcpy(brief->header, header, (size_t)size);

@@ -147,6 +147,8 @@ def request_of(dst: Destination, given: ConvertOptions, **others: Any) -> Conver
         raise TypeError(f"unexpected argument {show(key)}")
     options: Any = {**dict.fromkeys(ConvertOptions.__annotations__), "extras": True, **given}
     for key in ("names", "only", "drop", "keep", "ignore", "rename"):
+        if options[key] is None:
+            continue
         # Lists can be read twice and written into a plan. Processes iterate over a set in different orders.
         value = options[key].items() if key == "rename" and isinstance(options[key], Mapping) else options[key]
         value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value

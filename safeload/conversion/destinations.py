@@ -311,9 +311,10 @@ def _read_with(sources: Iterable[Any], inode: int) -> Iterator[str]:
     folders: dict[str, bool] = {}
     for source in filter(None, map(_local, sources)):
         folder, name = os.path.split(source)
-        if os.path.isdir(source):
-            folders[source] = True
-        elif os.path.isfile(source) and (name.endswith(".index.json") or not _is_document(name)):
+        if not os.path.isfile(source):
+            if os.path.isdir(source):
+                folders[source] = True
+        elif name.endswith(".index.json") or not _is_document(name):
             folders[folder] = folders.get(folder, False) or name.endswith(".index.json")
     for folder, whole in folders.items():
         with os.scandir(folder or os.curdir) as entries:

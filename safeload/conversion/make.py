@@ -135,8 +135,7 @@ class Outputs(NamedTuple):
     @property
     def in_blocks(self) -> list[int]:
         """With spans: positions of the tensors that are stored in blocks."""
-        blocked = () if self.spans is None else np.flatnonzero(self.spans.targets >= len(dtypes.TABLE)).tolist()
-        return [*blocked]
+        return [] if self.spans is None else (self.spans.targets >= len(dtypes.TABLE)).nonzero()[0].tolist()
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -222,8 +221,10 @@ def outputs_of(
         targets = {decision: decision.target for decision in {*decided}}
         if None not in targets.values():
             tensors = catalog.plain(reads, blocks=True) if tensors is None else tensors.named(reads)
-            numbers = np.array([targets[decision] for decision in decided], np.int16)
-            spans = None if tensors is None else spans_of(tensors, numbers)
+            if tensors is not None:
+                numbers = np.array([targets[decision] for decision in decided], np.int16)
+                numbers = np.where(numbers == AS_STORED, tensors.spans.sources, numbers).astype(np.uint8)
+                spans = spans_of(tensors, numbers)
     if tensors is not None and spans is not None:
         return Outputs(catalog, format, threads, reads, names, decided, tensors.columns.shapes, spans)
     maker = Maker(catalog, decisions, format, threads=threads, descriptions=descriptions, matrix=matrix)
@@ -268,14 +269,11 @@ def decisions_of(runs: Iterable[Mapping[str, Any]]) -> dict[str, Decision]:
 
 def spans_of(tensors: Tensors, targets: Array) -> Spans | None:
     """Return the spans of tensors, or None if the core does not convert each in one step."""
-    numbers = tensors.spans.sources
-    targets = np.where(targets == AS_STORED, numbers, targets).astype(np.uint8)
-    for pair in set((numbers.astype(np.uint16) << 8 | targets).tolist()):
-        row, to = map(dtypes.of_number, divmod(pair, 256))
+    for pair in {*zip(tensors.spans.sources.tobytes(), targets.tobytes(), strict=True)}:
+        row, to = map(dtypes.of_number, pair)
         converts = row is to or (to.floating and (row.floating or row.blocked)) or (to.blocked and row.floating)
         if not (converts and (row is to or row.converts_to(to))):
             return None
-    for to in map(dtypes.of_number, set(targets.tolist())):
         if to in dtypes.TABLE and to not in dtypes.SAFETENSORS:
             return None  # the writer refuses it by name
         if to.blocked:

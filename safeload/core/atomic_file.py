@@ -24,8 +24,9 @@ from .text import PathLike, native_path, unwritable
 
 # Hashing fewer bytes takes less time than a handover to a thread.
 _ALONE = 1 << 20
-# A file of up to this size is written without a job, which would take longer than the system call.
-_SHORT_FILE = 1 << 20
+# A file of up to this size is written without jobs, which would take longer than the system calls; but not from more
+# pieces, because each call releases the GIL, and waits for it beside a busy thread.
+_SHORT_FILE, _FEW_PIECES = 1 << 20, 2
 # Buffer for tensors that are not in C order, so that they are not copied whole.
 _COPY_BUFFER = 16 << 20
 
@@ -35,6 +36,8 @@ _RANDOM, _SUFFIX = 16, ".tmp"
 _TEMPORARY = re.compile(rf"\.(.*)\.[0-9a-f]{{{_RANDOM}}}{re.escape(_SUFFIX)}", re.DOTALL)
 # The longest name of most filesystems (NAME_MAX) minus the additions of a temporary name.
 _LONGEST_NAME = 255 - len(".") - len(".") - _RANDOM - len(_SUFFIX)
+
+_LITTLE = sys.byteorder == "little"
 
 # Bytes to write: their owner, address and size, and True if they must be written before the next piece is requested.
 # All other memory must stay valid until the last piece is written.
@@ -117,22 +120,23 @@ class AtomicFile:
     def write(self, pieces: list[tuple[int, int]]) -> None:
         """Append memory, as pairs of address and size in bytes. The caller keeps it alive."""
         with nullcontext() if self._digest is None else self._digest.adding(pieces):
-            handle, end = _handle(self.descriptor), self._position
-            if len(pieces) == 1 and end + pieces[0][1] <= _SHORT_FILE and not self.in_order:
-                (address, size), error = pieces[0], Error()
-                check(lib.sl_file_write(handle, end, ffi.cast("void *", address), size, error), error, self.path)
+            handle, begin, end = _handle(self.descriptor), self._position, self._position
+            places = []
+            for address, size in pieces:
+                places.append((end, address, size))
                 end += size
+            if end <= _SHORT_FILE and len(pieces) <= _FEW_PIECES and not self.in_order:
+                error = Error()
+                for place, address, size in places:
+                    check(lib.sl_file_write(handle, place, ffi.cast("void *", address), size, error), error, self.path)
             else:  # the system can begin to write a durable file to the disk at once
                 early = self._durable or self._pages
                 op = lib.SL_OP_APPEND if self.in_order else lib.SL_OP_WRITE_BACK if early else lib.SL_OP_WRITE
-                rows = []
-                for address, size in pieces:
-                    rows.append((handle, end, address, size, 0, 0, op, 0, 0, 0, 0, 0, self._pages, 0))
-                    end += size
-                table, files, total = np.array(rows, dtype=jobs.JOB), [handle] * len(rows), end - self._position
+                rows = [(handle, *place, 0, 0, op, 0, 0, 0, 0, 0, self._pages, 0) for place in places]
+                table, files = np.array(rows, dtype=jobs.JOB), [handle] * len(rows)
                 failed = jobs.Job(handle, 0, 0, 0, origin=jobs.Origin("", path=self.path))
                 # A single thread is enough: ext4 and xfs serialize buffered writes to a file by its lock.
-                jobs.run_jobs(table, files, total, 1, report=bool, job=lambda _: failed)
+                jobs.run_jobs(table, files, end - begin, 1, report=bool, job=lambda _: failed)
             self._position = end
 
     def copy(self, descriptor: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -419,7 +423,7 @@ def _handle(descriptor: int) -> int:
 
 def written_as_is(array: Array) -> bool:
     """Return True if an array is in C order and little-endian: its bytes can be written unchanged."""
-    return bool(array.flags.c_contiguous) and not _must_swap(array)
+    return array.flags.c_contiguous and (array.dtype.isnative == _LITTLE or not _must_swap(array))
 
 
 def pieces_of(value: Array | Lazy) -> Iterable[Piece]:
@@ -449,11 +453,12 @@ def write_pieces(file: Any, pieces: Iterable[Piece]) -> None:
             file.write(waiting)
             waiting.clear()
         del owner  # frees streamed memory before the next is made
-    file.write(waiting)
+    if waiting:
+        file.write(waiting)
 
 
 def _must_swap(array: Array) -> bool:
-    return array.dtype.itemsize > 1 and bool(array.dtype.isnative) != (sys.byteorder == "little")
+    return array.dtype.itemsize > 1 and bool(array.dtype.isnative) != _LITTLE
 
 
 def _short(name: str) -> str:

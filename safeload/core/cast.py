@@ -46,7 +46,9 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     target = dtypes.parse(dtype)
     element = dtypes.element_dtype(target.number)
     check_threads(threads)
-    out = target_array(array.shape, element, out)
+    given, out = out, target_array(array.shape, element, out)
+    if given is not None and np.may_share_memory(array, given):
+        array = array.copy(order="C")
     narrows = target.floating and target.bits < dtypes.F32.bits
     if narrows:
         array = _real(array)
@@ -78,15 +80,17 @@ def _real(array: Array) -> Array:
 
 
 def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, threads: int | None) -> None:
-    """Convert an array of any strides and byte order into a C-contiguous array in the core."""
+    """Convert an array of any strides and byte order in the core, into a C-contiguous array elsewhere in memory."""
     if array.dtype.itemsize > 1 and array.dtype.isnative != (sys.byteorder == "little"):
         array = byteswapped(array)
-    apart = not np.may_share_memory(array, out)
     small = array.nbytes < BYTES_PER_THREAD and array.flags.c_contiguous and thread_count(array.nbytes, threads) == 1
-    if small and apart and source.number != target and sys.byteorder == "little":  # a batch takes 20 us
-        check(lib.sl_convert(TIER, source.number, target, *map(ffi.from_buffer, (array, out)), array.size), Error())
+    if small and sys.byteorder == "little":  # a batch takes 20 us
+        if source.number == target:
+            np.copyto(out, array)
+        elif status := lib.sl_convert(TIER, source.number, target, *map(ffi.from_buffer, (array, out)), array.size):
+            check(status, Error())
         return
-    jobs = _jobs(array, out, source.number, target) if apart else None
+    jobs = _jobs(array, out, source.number, target)
     if jobs is None:
         array = array.copy(order="C")
         jobs = _jobs(array, out, source.number, target)

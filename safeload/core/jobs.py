@@ -15,7 +15,7 @@ from .arrays import Array, byteswapped, swappable
 from .files import NONE_FREE, LocalStore
 from .memory import empty_array, thread_count
 from .native import TIER, Error, address_of, check, ffi, lib, private_buffer, short
-from .progress import SILENT, Progress, reporter
+from .progress import Progress, reporter
 from .tensors import Spans
 from .text import subject
 from .weight_file import WeightFile, is_remote
@@ -273,7 +273,7 @@ class Batch:
         """Run all jobs, in groups if descriptors are few, and return the number of bytes moved."""
         jobs = self.jobs
         left = total = int(sum(map(_SIZE, jobs)))
-        with reporter(progress, total) if progress else SILENT as report:
+        with reporter(progress, total) as report:
             sources = set(map(_FILE, jobs))
             for reader in set(map(_CODES, jobs)) - {None}:  # with scales of their own
                 sources.update(map(itemgetter(0), reader.stored().values()))

@@ -71,9 +71,13 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 SILENT: AbstractContextManager[Callable[[int], object]] = nullcontext(bool)
 
 
-@contextmanager
-def reporter(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
+def reporter(progress: Progress, total: int) -> AbstractContextManager[Callable[[int], object]]:
     """Yield a function that takes the bytes done and reports them as ``progress`` specifies."""
+    return _reporting(progress, total) if progress or callable(progress) else SILENT
+
+
+@contextmanager
+def _reporting(progress: Progress, total: int) -> Iterator[Callable[[int], object]]:
     with bars(progress, leave=True)("safeload") as report:
         yield bool if report is None else lambda done: report(done, total)
 

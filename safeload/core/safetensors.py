@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import accumulate, chain
 from operator import add, attrgetter
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -126,12 +126,7 @@ class Window:
 
 
 def _header(
-    names: Sequence[str],
-    numbers: bytes,
-    shapes: Sequence[Sequence[int]],
-    metadata: Mapping[str, str] | None,
-    *,
-    room: int = 0,
+    names: Sequence[str], sources: Sequence[TensorToWrite], metadata: Mapping[str, str] | None, room: int
 ) -> tuple[Any, Sequence[int], Sequence[int]]:
     """Return a header, the tensors in the order of their bytes, and the bytes of each by their names; see `Header`."""
     try:
@@ -140,17 +135,20 @@ def _header(
         encoded = None  # `Header` explains it
     if encoded is not None:
         count, memory = len(names), native.BriefHeader()
-        dims = plain_array("Q", chain.from_iterable(shapes)).tobytes()
-        dim_ends = plain_array("Q", accumulate(map(len, shapes))).tobytes()
-        texts = [] if metadata is None else _metadata_texts(metadata)
-        text_ends = None if metadata is None else plain_array("Q", accumulate(map(len, texts))).tobytes()
-        size = short.sl_safetensors_brief_header(
-            count, encoded, len(encoded), numbers, dims, dim_ends, b"".join(texts), text_ends, len(texts) // 2, memory
-        )
+        values = [count, len(encoded)]
+        for source in sources:
+            values += source.row.number, len(source.shape), *source.shape
+        if metadata is None:
+            values += 0, 0
+        else:
+            texts = _metadata_texts(metadata)
+            values += 1, len(texts) // 2, *accumulate(map(len, texts))
+            encoded += b"".join(texts)
+        size = short.sl_safetensors_brief_header(encoded, plain_array("Q", values).tobytes(), memory)
         if size:  # else it is too long, or there is none
             places = _PLACES[count](memory)
             return memory[native.HEADER_AT : native.HEADER_AT + size], places[:count], places[count:]
-    header = Header(names, numbers, shapes, metadata, room=room)
+    header = Header(names, bytes(map(_NUMBER, sources)), list(map(_SHAPE, sources)), metadata, room=room)
     return ffi.buffer(header.memory, header.nbytes), header.order.tolist(), header.sizes.tolist()
 
 
@@ -273,14 +271,20 @@ _TINY, _TOGETHER = 64 << 10, 1 << 20
 _PLAIN = frozenset((np.ndarray, Lazy))
 
 
-class TensorToWrite(NamedTuple):
+class TensorToWrite:
     """A tensor to write."""
 
-    row: dtypes.Dtype
-    shape: Sequence[int]  # logical
-    nbytes: int
-    data: Array | Lazy | None
-    address: int = 0  # without data: of the bytes in file layout, which the caller keeps valid
+    __slots__ = ("address", "data", "nbytes", "row", "shape")
+
+    def __init__(
+        self,
+        row: dtypes.Dtype,
+        shape: Sequence[int],  # logical
+        nbytes: int,
+        data: Array | Lazy | None,
+        address: int = 0,  # without data: of the bytes in file layout, which the caller keeps valid
+    ) -> None:
+        self.row, self.shape, self.nbytes, self.data, self.address = row, shape, nbytes, data, address
 
     def pieces(self) -> Iterable[Piece]:
         """Return the tensor's bytes, without copying memory in C order."""
@@ -321,13 +325,13 @@ def _staged(ahead: Sequence[Lazy]) -> AbstractContextManager[Iterator[tuple[int,
 
 def source_of(name: str, value: Any) -> TensorToWrite:
     """Return the tensor to write for an array, `Lazy` or a tensor to write."""
-    if isinstance(value, TensorToWrite):
-        return value
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
-    if not isinstance(value, (np.ndarray, Lazy)):
-        raise not_an_array(tensor_named(name), value, safetensors=True)
     if type(value) not in _PLAIN:
+        if isinstance(value, TensorToWrite):
+            return value
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
+        if not isinstance(value, (np.ndarray, Lazy)):
+            raise not_an_array(tensor_named(name), value, safetensors=True)
         refuse_masked(value, tensor_named(name))
     return TensorToWrite(dtypes.of_array(value, name), value.shape, value.nbytes, value)
 
@@ -361,9 +365,8 @@ class FileWriter:
             if type(name) is not str:
                 text(name, "a tensor name", tensor=name)
         sources = self._sources = list(map(source_of, names, map(tensors.__getitem__, names)))
-        shapes, numbers = list(map(_SHAPE, sources)), bytes(map(_NUMBER, sources))
         # `room` spaces follow the header; 0 gives the bytes of upstream.
-        self._head, self._order, sizes = _header(names, numbers, shapes, metadata, room=room)
+        self._head, self._order, sizes = _header(names, sources, metadata, room)
         for name, source, size in zip(names, sources, sizes, strict=True):
             if source.data is None and (source.nbytes != size or (size and source.address == 0)):
                 fault = f"data_len is {source.nbytes}, but {source.row.code} {list(source.shape)} needs {size} bytes"

@@ -48,6 +48,8 @@ class Spans(NamedTuple):
     def lengths(self) -> Array:
         """Bytes of each result, int64."""
         _, _, _, sizes, sources, targets = self
+        if sources.tobytes() == targets.tobytes():  # bytes are only copied
+            return sizes
         lengths: Array = sizes // _BYTES[sources] * _ELEMENTS[sources] // _ELEMENTS[targets] * _BYTES[targets]
         return lengths
 
@@ -61,9 +63,10 @@ class Spans(NamedTuple):
         _, file, begins, sizes, sources, targets = spans
         if not sizes.size:
             return spans
-        apart = (begins[1:] != begins[:-1] + sizes[:-1]) | (file[1:] != file[:-1])
-        apart |= (sources[1:] != sources[:-1]) | (targets[1:] != targets[:-1])
-        first = np.flatnonzero(np.append(True, apart))
+        apart = np.ones(sizes.size, np.bool_)
+        apart[1:] = (begins[1:] != begins[:-1] + sizes[:-1]) | (file[1:] != file[:-1])
+        apart[1:] |= (sources[1:] != sources[:-1]) | (targets[1:] != targets[:-1])
+        first = apart.nonzero()[0]
         return spans.pick(first)._replace(sizes=np.add.reduceat(sizes, first))
 
     def divided(self, limit: int) -> Spans:

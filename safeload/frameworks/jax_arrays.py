@@ -38,6 +38,7 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 # Below this size `jnp.array` is faster than a transfer.
 _COPIED_BELOW = 64 << 10
+_NBYTES = attrgetter("nbytes")
 # Values of JAX's transfer guard with which `jnp.array` may copy from the host.
 _UNGUARDED = (None, "allow")
 # On a CPU, XLA aliases host memory with this alignment.
@@ -113,9 +114,9 @@ def put(arrays: Sequence[NumpyArray], place: Place, *, borrowed: bool) -> list[A
 
     Memory that is ``borrowed`` may change later.
     """
-    small = [k for k, array in enumerate(arrays) if array.nbytes < _COPIED_BELOW] if place is None else []
-    if len(small) == len(arrays):
+    if not arrays or (place is None and max(map(_NBYTES, arrays)) < _COPIED_BELOW):
         return _copies(arrays)
+    small = [k for k, array in enumerate(arrays) if array.nbytes < _COPIED_BELOW] if place is None else []
     copies = dict(zip(small, _copies([arrays[k] for k in small]), strict=True))
     large = [k for k in range(len(arrays)) if k not in copies]
     with jax.ensure_compile_time_eval():  # arrays have values even inside a traced function
@@ -175,12 +176,13 @@ def value_of(name: str, value: Any) -> Any:
     """Return the writer's input for a JAX or NumPy array."""
     if isinstance(value, (np.ndarray, np.generic, quantized_tensor.QuantizedTensor)):
         return value
-    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):  # variables of flax.nnx
-        value = value.__jax_array__()
-    if isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(f"tensor {show(name)} is a jax.ShapeDtypeStruct, which has no values")
     if not isinstance(value, jax.Array):
-        raise not_an_array(tensor_named(name), value, "a JAX or NumPy array", safetensors=True)
+        if hasattr(value, "__jax_array__"):  # variables of flax.nnx
+            value = value.__jax_array__()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError(f"tensor {show(name)} is a jax.ShapeDtypeStruct, which has no values")
+        if not isinstance(value, jax.Array):
+            raise not_an_array(tensor_named(name), value, "a JAX or NumPy array", safetensors=True)
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"tensor {show(name)} is traced: save it outside of jit, grad and vmap")
     if value.is_deleted():
@@ -455,7 +457,9 @@ def load_checkpoint(
 def copied(arrays: Mapping[str, NumpyArray]) -> dict[str, Array]:
     """Return JAX arrays that share no memory with these NumPy arrays."""
     copies = put([*arrays.values()], None, borrowed=True)
-    return {name: copy.block_until_ready() for name, copy in zip(arrays, copies, strict=True)}
+    for copy in copies:
+        copy.block_until_ready()
+    return dict(zip(arrays, copies, strict=True))
 
 
 def as_numpy(arrays: Mapping[str, Any]) -> dict[str, NumpyArray]:

@@ -80,6 +80,10 @@ _KINDS = tuple(
         (r"\.trainable_tokens_delta(?:\.|$)", "an adapter with trained token embeddings"),
     )
 )  # fmt: skip
+# A name without any of these parts matches no pattern: the usual case, told by a single search.
+_PARTS = re.compile(
+    "lora|hada|lokr|ia3|on_input|vera|oft_|ranknum|base_model|prompt_e|lycoris|trainable_tokens", re.ASCII
+)
 _OF_PEFT = ("a LoRA", "an AdaLoRA", "a VeRA", "a LoHa", "a LoKr", "an IA3", "an OFT", "a BOFT")
 _MERGED = (
     *(f"{kind} adapter (PEFT" for kind in _OF_PEFT),
@@ -99,7 +103,7 @@ _BESIDE = re.compile(
 
 
 def _kind(name: str) -> str | None:
-    return next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), None) if _PARTS.search(name) else None
 
 
 def foreign_kind(name: str) -> str | None:

@@ -2,11 +2,14 @@
 
 import os
 
+import numpy as np
 import pytest
 from builders.thorough import THOROUGH
 from faults.reads import CASES, WORK
-from faults.saves import NEW, SAVES
+from faults.saves import NEW, SAVES, Save
 from faults.shim import ALLOCATE, FAIL, sweep
+
+from safeload.numpy import save_file
 
 pytestmark = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer's allocator stands before the shim's"
@@ -43,8 +46,16 @@ def test_a_load_without_memory_is_a_memory_error(case, files):
     refuse_each(operation, files[format].parent, operation())
 
 
-# The core writes a small MOON file without memory of its own.
-ALLOCATING = {name: save for name, save in SAVES.items() if name != "moon"}
+def _large(version):
+    return {"w": np.arange(version, version + (1 << 18), dtype=np.float64).reshape(512, 512)}
+
+
+# The core writes a small file without memory of its own: a larger one in its place.
+ALLOCATING = {name: save for name, save in SAVES.items() if name != "moon"} | {
+    "safetensors": Save("a.safetensors", lambda path, v: save_file(_large(v), path, {"version": str(v)})),
+    "safetensors, strided": Save("a.safetensors", lambda path, v: save_file({"w": _large(v)["w"].T}, path)),
+    "safetensors, not durable": Save("a.safetensors", lambda path, v: save_file(_large(v), path, durable=False)),
+}
 
 
 @pytest.mark.parametrize("save", ALLOCATING.values(), ids=ALLOCATING)

@@ -199,6 +199,13 @@ def test_short_headers_are_upstreams_whatever_their_number_and_names(count, leng
     assert save(tensors, metadata) == upstream.save(tensors, metadata)
 
 
+@pytest.mark.parametrize("rank", [15, 16, 17, 32])
+@pytest.mark.parametrize("metadata", METADATA)
+def test_short_headers_are_upstreams_whatever_their_axes(rank, metadata):
+    tensors = {f"t{k}": np.full((1,) * (rank - 1) + (k,), k, np.int16) for k in range(4)}
+    assert save(tensors, metadata) == upstream.save(tensors, metadata)
+
+
 @pytest.mark.parametrize("room", range(30))
 def test_a_header_that_just_fits_is_upstreams(room):
     tensors = {"n" * (1950 + 2 * room): np.ones((2, 2), np.float32)}

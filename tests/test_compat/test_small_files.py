@@ -66,6 +66,13 @@ def test_a_small_file_loads_in_29_calls_into_safeload(tmp_path):
     assert len(calls) <= 29, calls
 
 
+def test_a_small_tensor_is_saved_and_converted_in_few_steps():
+    tensors = many(1, 16)
+    assert calls_of(lambda: save(tensors)) <= 36
+    for dtype in ("bfloat16", "float32"):
+        assert calls_of(lambda dtype=dtype: safeload.astype(np.ones(16_384, np.float32), dtype)) <= 43
+
+
 def test_loading_many_tensors_of_a_mapped_file_takes_no_step_per_tensor(tmp_path):
     few, more = pair(tmp_path, (1_000, 3_000), 64)
     taken = calls_of(lambda: load_file(few))
