@@ -86,6 +86,8 @@ SPELLINGS = {
     "ComfyUI": (f"diffusion_model.{IMG}", ".lora_A.weight", ".lora_B.weight"),
     "ComfyUI, kohya's ends": (f"diffusion_model.{IMG}", ".lora_down.weight", ".lora_up.weight"),
     "no prefix": (IMG, ".lora_down.weight", ".lora_up.weight"),
+    "no prefix, diffusers' ends": (IMG, ".lora_A.weight", ".lora_B.weight"),
+    "no prefix, diffusers": ("transformer_blocks.0.attn.to_out.0", ".lora_A.weight", ".lora_B.weight"),
     "diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora_A.weight", ".lora_B.weight"),
     "old diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora.down.weight", ".lora.up.weight"),
     "XLabs": ("double_blocks.0.processor.proj_lora1", ".down.weight", ".up.weight"),
@@ -109,6 +111,18 @@ def test_alpha_over_rank_is_the_factor_and_one_without_alpha(alpha, factor, tmp_
     a, b = (value for name, value in tensors.items() if "lora" in name)
     change = change_of("transformer_blocks.0.attn.to_out.0.weight", saved(tmp_path, tensors))
     assert np.abs(change - factor * (b @ a)).max() < 0.01
+
+
+def test_settings_without_the_name_of_a_part_are_those_of_all_modules(tmp_path):
+    module = "transformer_blocks.0.attn.to_out.0"
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "rank_pattern": {module: 2}, "alpha_pattern": {module: 6}}
+    tensors = factors(module, down=".lora_A.weight", up=".lora_B.weight")
+    folder = tmp_path / "by save_lora_adapter"
+    folder.mkdir()
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
+    a, b = tensors.values()
+    for adapter in (folder, folder / "pytorch_lora_weights.safetensors"):
+        assert np.abs(change_of(f"{module}.weight", adapter) - 3 * (b @ a)).max() < 0.02
 
 
 def test_several_adapters_add_up_with_their_weights(tmp_path):

@@ -481,10 +481,11 @@ class _DiffusionAdapter(Adapter):
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""
-        self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "")
+        self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "diffusers")
         configs: dict[str, dict[str, Any]] = {}
         for key, value in config.items():
-            part, _, setting = key.partition(".")
+            # `save_lora_adapter` saves a single part, without its name.
+            part, _, setting = ("", "", key) if "peft_type" in config else key.partition(".")
             configs.setdefault(part, {})[setting] = value
         # rank, alpha, rank_pattern, alpha_pattern, use_rslora
         self._settings: dict[str, tuple[int, float, dict[str, float], dict[str, float], bool]] = {}
@@ -521,22 +522,27 @@ class _DiffusionAdapter(Adapter):
                 problem = f"must be one finite number, got {show(values[name].tolist())}"
             elif alpha == 0:
                 problem = "is 0: kohya takes it for the rank, ComfyUI for 0"
-            elif module.partition(".")[0] in self._settings:
+            elif self._part_of(module)[0] in self._settings:
                 problem = "gives an alpha, and so does the metadata of the file"
             if problem is not None:
                 raise error_about(UnsupportedError, f"of the adapter {problem}", path=self.checkpoint.path, tensor=name)
             self._own_alphas[module] = alpha
         return modules
 
-    def alpha_of(self, module: str) -> float:
+    def _part_of(self, module: str) -> tuple[str, str]:
+        """Return the key of a module's settings, and the module's name there."""
         part, _, rest = module.partition(".")
+        return ("", module) if "" in self._settings else (part, rest)
+
+    def alpha_of(self, module: str) -> float:
+        part, rest = self._part_of(module)
         if part in self._settings:
             _, default, _, alphas, _ = self._settings[part]
             return float(_of_module(alphas, "alpha_pattern", rest, default))
         return self._own_alphas.get(module, self.rank(module))
 
     def scaling(self, module: str, rank: int | None, tensor: str) -> float:
-        part, _, rest = module.partition(".")
+        part, rest = self._part_of(module)
         root = False
         if rank is None:  # of a LoKr without factors, whose alpha LyCORIS ignores
             return self.weight
@@ -611,7 +617,11 @@ def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
         config = read_json(config_at.path, CONFIG, file.files)
     except FileNotFoundError:
         _check_names(checkpoint, "")
-        raise
+        # Diffusers' `save_lora_adapter` writes the names of PEFT without their prefix, ComfyUI reads them.
+        names = [*map(unwrapped, checkpoint)]
+        if any(name.startswith(PREFIX) for name in names) or not any(name.endswith((*_DIFFUSION,)) for name in names):
+            raise
+        return _DiffusionAdapter(checkpoint, weight, _settings_in(checkpoint), Location(file.files, file.place))
     mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
     return (_MlxAdapter if mlx else _PeftAdapter)(checkpoint, weight, config, config_at)
 
