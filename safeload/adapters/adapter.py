@@ -658,7 +658,7 @@ def opened(
     return [adapter_of(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
-def _check_names(checkpoint: Checkpoint, prefix: str = PREFIX) -> None:
+def _check_names(checkpoint: Checkpoint, prefix: str = "base_model.") -> None:
     """Refuse the names of other tools before their missing configuration becomes the error."""
     for name in checkpoint:
         bare = unwrapped(name)
