@@ -426,6 +426,25 @@ def test_the_method_is_told_with_and_without_a_base(case):
     assert not safeload.check(adapter, base=base).errors
 
 
-def test_names_of_a_tool_need_a_base(tmp_path):
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("a.safetensors", {"layout": "kohya"}, 'layout="kohya" names the tool of an adapter, which needs base='),
+        (
+            "folder/",
+            {"layout": "kohya", "base": FLUX},
+            'layout="kohya" writes one file, whose path must end with .safet',
+        ),
+        ("a.gguf", {"layout": "diffusers", "base": FLUX}, 'layout="diffusers" writes one file, whose path must end'),
+    ],
+)
+def test_names_of_a_tool_need_a_base_and_a_file(target, options, message, tmp_path, capsys):
+    source, text = FOLDER / "flux_kohya.safetensors", str(tmp_path / target) + "/" * target.endswith("/")
+    with pytest.raises(ValueError, match=message):
+        safeload.convert(source, text, **options)
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    status, _, errors = run(capsys, "convert", source, text, *words)
+    assert (status, message.partition(" ")[2].replace("base=", "--base") in errors) == (2, True), errors
     with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout"):
-        safeload.convert(FLUX, tmp_path / "a.safetensors", layout="kohya")
+        safeload.convert(FLUX, tmp_path / "a.safetensors", layout="mixtral")
+    assert not any(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from ..conversion.destinations import is_folder, refuse_inputs, where
 from ..core import packing, registry
 from ..core.text import printable, show
 from ..formats.mixtures import mixtures
-from ..models.layout import Layout, built_in
+from ..models.layout import TOOLS, Layout, built_in
 from ..quant.families import presets
 from ..remote.url import is_url
 from . import common
@@ -214,7 +214,7 @@ def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
 
     metadata = (text.partition("=") for text in options.metadata)  # a key without a value is removed
     layout = options.layout
-    if layout is not None and options.base is None:
+    if layout is not None and layout not in TOOLS and options.base is None:
         refuse_inputs(destination, [layout])
         layout = built_in().get(layout) or Layout.from_json(layout)
     with ExitStack() as stack, common.running(options, "convert") as how:

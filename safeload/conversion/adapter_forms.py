@@ -44,6 +44,7 @@ from ..formats.folder import MLX_ADAPTER
 from ..models.choosing import EMBEDDINGS, tied_heads
 from ..models.diffusion import ARCHITECTURE, TYPE
 from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
+from ..models.layout import TOOLS
 from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
@@ -321,6 +322,8 @@ def _opened(
     sources, target = src if isinstance(src, list) else [src], parse_target(options["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
+    if options["layout"] in TOOLS:
+        raise ValueError(f'layout="{options["layout"]}" writes one file, whose path must end with .safetensors')
     for key in _OF_MODELS:
         if options[key]:
             raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")
@@ -507,8 +510,6 @@ def _as_peft(products: _Products, catalog: Catalog) -> tuple[dict[str, Array], d
 
 
 # ---- files of adapters for tools of diffusion models ----
-
-TOOLS = ("kohya", "diffusers")
 
 
 def for_tools(

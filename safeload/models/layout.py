@@ -19,6 +19,9 @@ LAYER = "{}"
 _FIELDS = {"name", "tensors"}
 _TENSOR_FIELDS = {"name", "source", "transpose"}
 
+# Instead of a layout, for an adapter: whose names it gets.
+TOOLS = ("kohya", "diffusers")
+
 
 @exported()
 @dataclass(frozen=True)

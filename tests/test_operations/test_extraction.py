@@ -429,7 +429,7 @@ def test_what_is_there_stays_unless_asked(pair, tmp_path):
         safeload.extract(*pair, tmp_path / "file", overwrite=True)
     with pytest.raises(ValueError, match="extract writes a local folder, got 's3://bucket/a'"):
         safeload.extract(*pair, "s3://bucket/a")
-    with pytest.raises(ValueError, match="writes a folder, but '.*out.safetensors' has the suffix of a file"):
+    with pytest.raises(ValueError, match=r"writes a folder, but '.*out\.safetensors' has the suffix of a file"):
         safeload.extract(*pair, tmp_path / "out.safetensors")
 
 
