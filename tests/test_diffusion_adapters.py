@@ -433,9 +433,9 @@ def test_the_method_is_told_with_and_without_a_base(case):
         (
             "folder/",
             {"layout": "kohya", "base": FLUX},
-            'layout="kohya" writes one file, whose path must end with .safet',
+            'layout="kohya" writes one file: its path must end with .safet',
         ),
-        ("a.gguf", {"layout": "diffusers", "base": FLUX}, 'layout="diffusers" writes one file, whose path must end'),
+        ("a.gguf", {"layout": "diffusers", "base": FLUX}, 'layout="diffusers" writes one file: its path must end'),
     ],
 )
 def test_names_of_a_tool_need_a_base_and_a_file(target, options, message, tmp_path, capsys):

@@ -483,9 +483,9 @@ class _DiffusionAdapter(Adapter):
         """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""
         self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "diffusers")
         configs: dict[str, dict[str, Any]] = {}
+        self._prefix = "transformer." if "peft_type" in config else ""  # `save_lora_adapter` names no part
         for key, value in config.items():
-            # `save_lora_adapter` saves a single part, without its name.
-            part, _, setting = ("", "", key) if "peft_type" in config else key.partition(".")
+            part, _, setting = (self._prefix + key).partition(".")
             configs.setdefault(part, {})[setting] = value
         # rank, alpha, rank_pattern, alpha_pattern, use_rslora
         self._settings: dict[str, tuple[int, float, dict[str, float], dict[str, float], bool]] = {}
@@ -506,7 +506,7 @@ class _DiffusionAdapter(Adapter):
             if (kind := foreign_kind(bare)) is not None:
                 text = f"belongs to {kind}, which safeload does not merge"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        return diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
+        return self._prefix + diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Take the alphas out of the tensors that change weights."""
@@ -522,27 +522,22 @@ class _DiffusionAdapter(Adapter):
                 problem = f"must be one finite number, got {show(values[name].tolist())}"
             elif alpha == 0:
                 problem = "is 0: kohya takes it for the rank, ComfyUI for 0"
-            elif self._part_of(module)[0] in self._settings:
+            elif module.partition(".")[0] in self._settings:
                 problem = "gives an alpha, and so does the metadata of the file"
             if problem is not None:
                 raise error_about(UnsupportedError, f"of the adapter {problem}", path=self.checkpoint.path, tensor=name)
             self._own_alphas[module] = alpha
         return modules
 
-    def _part_of(self, module: str) -> tuple[str, str]:
-        """Return the key of a module's settings, and the module's name there."""
-        part, _, rest = module.partition(".")
-        return ("", module) if "" in self._settings else (part, rest)
-
     def alpha_of(self, module: str) -> float:
-        part, rest = self._part_of(module)
+        part, _, rest = module.partition(".")
         if part in self._settings:
             _, default, _, alphas, _ = self._settings[part]
             return float(_of_module(alphas, "alpha_pattern", rest, default))
         return self._own_alphas.get(module, self.rank(module))
 
     def scaling(self, module: str, rank: int | None, tensor: str) -> float:
-        part, rest = self._part_of(module)
+        part, _, rest = module.partition(".")
         root = False
         if rank is None:  # of a LoKr without factors, whose alpha LyCORIS ignores
             return self.weight
@@ -617,7 +612,7 @@ def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
         config = read_json(config_at.path, CONFIG, file.files)
     except FileNotFoundError:
         _check_names(checkpoint, "")
-        # Diffusers' `save_lora_adapter` writes the names of PEFT without their prefix, ComfyUI reads them.
+        # Diffusers' `save_lora_adapter` and ComfyUI use the names of PEFT without the prefix.
         names = [*map(unwrapped, checkpoint)]
         if any(name.startswith(PREFIX) for name in names) or not any(name.endswith((*_DIFFUSION,)) for name in names):
             raise

@@ -519,7 +519,7 @@ def check_values(
         for rule, bad, first in (nan, ("value.inf", values.inf, values.first_inf)):
             if bad:
                 at = "" if first is None else f", the first at {list(first)}"
-                severity = WARNING if graph and rule == "value.inf" and values.count == 1 else None
+                severity = WARNING if graph and values.inf == values.count == 1 else None
                 are = "is" if bad == 1 else "are"
                 yield find(rule, name, severity=severity, bad=bad, count=values.count, are=are, at=at)
         if values.count == 0 or math.isnan(values.min) or name in skip:

@@ -323,7 +323,7 @@ def _opened(
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
     if options["layout"] in TOOLS:
-        raise ValueError(f'layout="{options["layout"]}" writes one file, whose path must end with .safetensors')
+        raise ValueError(f'layout="{options["layout"]}" writes one file: its path must end with .safetensors')
     for key in _OF_MODELS:
         if options[key]:
             raise ValueError(f"{key}= applies to models: pass an adapter with base= without it")

@@ -16,8 +16,7 @@ A model is protocol buffers:
 
 1. ModelProto: 1 ir_version, 2 producer_name, 3 producer_version, 4 domain, 5 model_version, 6 doc_string, 7 graph,
    8 opset_import (1 domain, 2 version), 14 metadata_props (1 key, 2 value), 20 training_info (1 initialization and
-   2 algorithm, graphs), 25 functions (1 name, 7 node, 10 domain,
-   13 overload).
+   2 algorithm, graphs), 25 functions (1 name, 7 node, 10 domain, 13 overload).
 2. GraphProto: 1 node, 2 name, 5 initializer, 15 sparse_initializer (1 values, 3 dims).
 3. NodeProto: 2 output, 3 name, 4 op_type, 5 attribute. AttributeProto: 1 name, 5 t, 6 g, 11 graphs: an `If` or `Loop`
    has graphs of its own, with initializers.
@@ -420,7 +419,7 @@ class OnnxModel(ByteReader):
         return tensor
 
     def _sparse(self, message: Field) -> TensorProto:
-        """Parse a sparse tensor, whose name and type are those of its values."""
+        """Parse a sparse tensor: its values have its name and type."""
         tensor = TensorProto(message.begin, sparse=True)
         for field in self.fields(message, "a sparse initializer"):
             if field.number == 1:

@@ -18,9 +18,7 @@ LAYER = "{}"
 
 _FIELDS = {"name", "tensors"}
 _TENSOR_FIELDS = {"name", "source", "transpose"}
-
-# Instead of a layout, for an adapter: whose names it gets.
-TOOLS = ("kohya", "diffusers")
+TOOLS = ("kohya", "diffusers")  # instead of a layout: the tool that names an adapter's tensors
 
 
 @exported()
