@@ -212,6 +212,12 @@ def test_methods_of_peft_are_refused_by_name(method, write, tmp_path):
     assert (found["merged"], method in found["why"]) == (False, True)
 
 
+@pytest.mark.parametrize("method", ["RANDLORA", "TINYLORA"])
+def test_the_setting_names_a_method_whose_tensors_all_layers_share(method, write):
+    with pytest.raises(safeload.UnsupportedError, match=f"\"peft_type\" is '{method}'. safeload merges adapters"):
+        write([f"base_model.{method.lower()}_A"], peft=method)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -441,6 +441,8 @@ def test_arguments(base, tmp_path):
     saved = write(tmp_path / "saved", {"w.weight": np.ones((6, 5), np.float32)})
     with pytest.raises(safeload.UnsupportedError, match=r"must be 1, not 0\.5"):
         safeload.load(base, adapters=(saved, 0.5))
+    with pytest.raises(safeload.UnsupportedError, match=r"must be 1, not 0\.5$"):  # drop= has no names of adapters
+        safeload.convert(base, tmp_path / "merged.safetensors", adapters=(saved, 0.5))
 
 
 def test_foreign_names_and_missing_settings(base, tmp_path):

@@ -86,6 +86,8 @@ SPELLINGS = {
     "ComfyUI": (f"diffusion_model.{IMG}", ".lora_A.weight", ".lora_B.weight"),
     "ComfyUI, kohya's ends": (f"diffusion_model.{IMG}", ".lora_down.weight", ".lora_up.weight"),
     "no prefix": (IMG, ".lora_down.weight", ".lora_up.weight"),
+    "no prefix, diffusers' ends": (IMG, ".lora_A.weight", ".lora_B.weight"),
+    "no prefix, diffusers": ("transformer_blocks.0.attn.to_out.0", ".lora_A.weight", ".lora_B.weight"),
     "diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora_A.weight", ".lora_B.weight"),
     "old diffusers": ("transformer.transformer_blocks.0.attn.to_out.0", ".lora.down.weight", ".lora.up.weight"),
     "XLabs": ("double_blocks.0.processor.proj_lora1", ".down.weight", ".up.weight"),
@@ -109,6 +111,18 @@ def test_alpha_over_rank_is_the_factor_and_one_without_alpha(alpha, factor, tmp_
     a, b = (value for name, value in tensors.items() if "lora" in name)
     change = change_of("transformer_blocks.0.attn.to_out.0.weight", saved(tmp_path, tensors))
     assert np.abs(change - factor * (b @ a)).max() < 0.01
+
+
+def test_settings_without_the_name_of_a_part_are_those_of_all_modules(tmp_path):
+    module = "transformer_blocks.0.attn.to_out.0"
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "rank_pattern": {module: 2}, "alpha_pattern": {module: 6}}
+    tensors = factors(module, down=".lora_A.weight", up=".lora_B.weight")
+    folder = tmp_path / "by save_lora_adapter"
+    folder.mkdir()
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
+    a, b = tensors.values()
+    for adapter in (folder, folder / "pytorch_lora_weights.safetensors"):
+        assert np.abs(change_of(f"{module}.weight", adapter) - 3 * (b @ a)).max() < 0.02
 
 
 def test_several_adapters_add_up_with_their_weights(tmp_path):
@@ -609,6 +623,25 @@ def test_the_method_is_told_with_and_without_a_base(case):
     assert not safeload.check(adapter, base=base).errors
 
 
-def test_names_of_a_tool_need_a_base(tmp_path):
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("a.safetensors", {"layout": "kohya"}, 'layout="kohya" names the tool of an adapter, which needs base='),
+        (
+            "folder/",
+            {"layout": "kohya", "base": FLUX},
+            'layout="kohya" writes one file: its path must end with .safet',
+        ),
+        ("a.gguf", {"layout": "diffusers", "base": FLUX}, 'layout="diffusers" writes one file: its path must end'),
+    ],
+)
+def test_names_of_a_tool_need_a_base_and_a_file(target, options, message, tmp_path, capsys):
+    source, text = FOLDER / "flux_kohya.safetensors", str(tmp_path / target) + "/" * target.endswith("/")
+    with pytest.raises(ValueError, match=message):
+        safeload.convert(source, text, **options)
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    status, _, errors = run(capsys, "convert", source, text, *words)
+    assert (status, message.partition(" ")[2].replace("base=", "--base") in errors) == (2, True), errors
     with pytest.raises(TypeError, match=r"layout must be a safeload\.Layout"):
-        safeload.convert(FLUX, tmp_path / "a.safetensors", layout="kohya")
+        safeload.convert(FLUX, tmp_path / "a.safetensors", layout="mixtral")
+    assert not any(tmp_path.iterdir())

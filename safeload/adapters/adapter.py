@@ -525,10 +525,11 @@ class _DiffusionAdapter(Adapter):
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the writer, and the settings of PEFT that Diffusers writes for each part of a pipeline."""
-        self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "")
+        self.writer = next(filter(None, map(diffusion_writer, self.checkpoint)), "diffusers")
         configs: dict[str, dict[str, Any]] = {}
+        self._prefix = "transformer." if "peft_type" in config else ""  # `save_lora_adapter` names no part
         for key, value in config.items():
-            part, _, setting = key.partition(".")
+            part, _, setting = (self._prefix + key).partition(".")
             configs.setdefault(part, {})[setting] = value
         # rank, alpha, rank_pattern, alpha_pattern, use_rslora
         self._settings: dict[str, tuple[int, float, dict[str, float], dict[str, float], bool]] = {}
@@ -549,7 +550,7 @@ class _DiffusionAdapter(Adapter):
             if (kind := foreign_kind(bare)) is not None:
                 text = f"belongs to {kind}, which safeload does not merge"
             raise error_about(UnsupportedError, text, path=self.checkpoint.path, tensor=name)
-        return diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
+        return self._prefix + diffusion.spelled(bare.removesuffix(end)), _DIFFUSION[end]
 
     def turns(self, module: str) -> bool:
         return False
@@ -683,7 +684,11 @@ def adapter_of(checkpoint: Checkpoint, weight: float = 1.0) -> Adapter:
         config = read_json(config_at.path, CONFIG, file.files)
     except FileNotFoundError:
         _check_names(checkpoint, "")
-        raise
+        # Diffusers' `save_lora_adapter` and ComfyUI use the names of PEFT without the prefix.
+        names = [*map(unwrapped, checkpoint)]
+        if any(name.startswith(PREFIX) for name in names) or not any(name.endswith((*_DIFFUSION,)) for name in names):
+            raise
+        return _DiffusionAdapter(checkpoint, weight, _settings_in(checkpoint), Location(file.files, file.place))
     mlx = "peft_type" not in config and ("lora_parameters" in config or "fine_tune_type" in config)
     return (_MlxAdapter if mlx else _PeftAdapter)(checkpoint, weight, config, config_at)
 
@@ -720,7 +725,7 @@ def opened(
     return [adapter_of(stack.enter_context(Checkpoint(each)), weight) for each, weight in seen]
 
 
-def _check_names(checkpoint: Checkpoint, prefix: str = PREFIX) -> None:
+def _check_names(checkpoint: Checkpoint, prefix: str = "base_model.") -> None:
     """Refuse the names of other tools before their missing configuration becomes the error."""
     for name in checkpoint:
         bare = unwrapped(name)

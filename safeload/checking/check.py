@@ -51,7 +51,7 @@ from ..quant.quantization import quantization_of
 from ..remote.places import places_of
 from . import files, structure
 from .diff import diff
-from .findings import ERROR, UNREADABLE, CheckReport, Finding, find
+from .findings import ERROR, UNREADABLE, WARNING, CheckReport, Finding, find
 from .info import misfits_of
 from .proof import findings_of
 from .stats import HISTOGRAM_EDGES, StatsTable, TensorStats, as_plain, measure, of_plain
@@ -459,7 +459,8 @@ def _check_tensors(report: CheckReport, catalog: Catalog, selected: Set[str], op
         outliers = dict(_rows(tables, _OUTLIERS, stats))
         real = {name for name, about in tensors.items() if about.floating or about.quantized} - bad
         judged = {name: values for name, values in stats.items() if name in real}
-        report.add(check_values(judged, tensors, options.limits, role, outliers, skip=quantized.names | zero))
+        skip, graph = quantized.names | zero, catalog.format == "onnx"
+        report.add(check_values(judged, tensors, options.limits, role, outliers, skip=skip, graph=graph))
         heads = (head for head, embedding in pairs.items() if bad.isdisjoint((head, embedding)))
         report.add(Finding(*row) for _, findings in _rows(tables, _TIED, heads) for row in findings)
 
@@ -506,6 +507,7 @@ def check_values(
     outliers: Mapping[str, float],  # see `find_outliers`
     *,
     skip: Collection[str],  # parts of quantized weights, which can have any value; zero tensors, already reported
+    graph: bool,  # if so, an infinity alone can be a constant, such as the first operand of a maximum
 ) -> Iterator[Finding]:
     """Find NaN, infinity and outliers (errors), values out of range and constant matrices (warnings)."""
     low, high, norm = limits.low, limits.high, limits.norm
@@ -517,7 +519,9 @@ def check_values(
         for rule, bad, first in (nan, ("value.inf", values.inf, values.first_inf)):
             if bad:
                 at = "" if first is None else f", the first at {list(first)}"
-                yield find(rule, name, bad=bad, count=values.count, are="is" if bad == 1 else "are", at=at)
+                severity = WARNING if graph and values.inf == values.count == 1 else None
+                are = "is" if bad == 1 else "are"
+                yield find(rule, name, severity=severity, bad=bad, count=values.count, are=are, at=at)
         if values.count == 0 or math.isnan(values.min) or name in skip:
             continue
         low, high = of_norms if is_norm(name, about, role(name)) else usual

@@ -27,6 +27,7 @@ from ..core.cast import astype
 from ..core.memory import check_threads
 from ..core.names import Patterns, Selection, grouped
 from ..core.progress import Meter, Progress
+from ..core.registry import WEIGHT_SUFFIXES
 from ..core.showing import Report, table
 from ..core.tensors import Lazy
 from ..core.text import PathLike, clip, error_about, native_path, plural, printable, show, size, warning
@@ -417,6 +418,8 @@ def _check_folder(folder: str, sources: Iterable[str], *, overwrite: bool) -> No
         raise ValueError(f"extract writes a local folder, got {show(folder)}")
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise existing_file(folder, "This is a file, but an adapter needs a folder")
+    if os.path.splitext(folder)[1].lower() in WEIGHT_SUFFIXES and not os.path.isdir(folder):
+        raise ValueError(f"extract writes a folder, but {show(folder)} has the suffix of a file")
     for source in filter(os.path.exists, sources if os.path.isdir(folder) else ()):
         if os.path.samefile(os.path.dirname(source) or os.curdir, folder):
             raise ValueError(f"{folder} has {source}, which is read: choose another folder")

@@ -11,7 +11,7 @@ from ..conversion.destinations import is_folder, refuse_inputs, where
 from ..core import packing, registry
 from ..core.text import printable, show
 from ..formats.mixtures import mixtures
-from ..models.layout import Layout, built_in
+from ..models.layout import TOOLS, Layout, built_in
 from ..quant.families import presets
 from ..remote.url import is_url
 from . import common
@@ -21,6 +21,7 @@ from .parsers import (
     CACHE,
     DASK,
     JSON,
+    METADATA,
     OPENING,
     PATTERNS,
     POSITIVE,
@@ -124,7 +125,7 @@ continue.""",
     ),
     argument("--verify", "FILE", "verify the sources against a manifest or signature while reading"),
     TRUSTED,
-    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no ="),
+    METADATA,
     flag("--no-extras", "do not copy tokenizer, chat template and generation_config.json"),
     argument(
         "--format",
@@ -164,6 +165,8 @@ def convert(options: argparse.Namespace) -> int:
     if options.check_result:
         _refuse_check(options)
     if to_stdout:
+        if options.base is not None:
+            raise ValueError("--base writes an adapter, which cannot go to stdout: pass a path")
         if options.record:
             raise ValueError("--record writes beside the destination, which is stdout: pass a path")
         if options.json:
@@ -209,9 +212,9 @@ def _check_result(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace, destination: Any) -> ConvertReport:
     from .. import convert
 
-    metadata = (text.partition("=") for text in options.metadata or ())  # a key without a value is removed
+    metadata = (text.partition("=") for text in options.metadata)  # a key without a value is removed
     layout = options.layout
-    if layout is not None and options.base is None:
+    if layout is not None and layout not in TOOLS and options.base is None:
         refuse_inputs(destination, [layout])
         layout = built_in().get(layout) or Layout.from_json(layout)
     with ExitStack() as stack, common.running(options, "convert") as how:
@@ -292,6 +295,7 @@ def extract(options: argparse.Namespace) -> int:
     from .. import extract
 
     common.check_once([options.base, options.fine])
+    common.refuse(options.output, "--output needs a folder")
     base, fine = common.source(options.base), common.source(options.fine)
     with common.bar("extract") as progress:
         same = common.given(options, "rank dtype with_rest only drop overwrite storage_options threads")

@@ -23,6 +23,7 @@ from .parsers import (
     DASK,
     JSON,
     JSON_LINES,
+    METADATA,
     OF_SEVERAL,
     POSITIVE,
     RECURSIVE,
@@ -57,7 +58,7 @@ _RECOVERED = {
 The header is rewritten in place if it has room; any other change makes a new file and renames it. After a crash the
 file is the old one or the new one; if safeload reports an interrupted edit, run --recover.""",
     argument("path", "FILE", "a safetensors or GGUF file, or a folder of safetensors shards"),
-    repeated("--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no =", default=[]),
+    METADATA,
     repeated(
         "--rename",
         ("REGEX", "REPLACEMENT"),

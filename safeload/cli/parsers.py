@@ -121,6 +121,13 @@ def _adapter(text: str) -> tuple[str, float]:
     return text, 1.0
 
 
+def _setting(text: str) -> str:
+    """Check that KEY or KEY=VALUE has a key."""
+    if not text.partition("=")[0]:
+        raise argparse.ArgumentTypeError(f"must be KEY or KEY=VALUE, got {text!r}")
+    return text
+
+
 _PATH = "a weight file, a folder, an index.json, a URL (hf://, s3://, https://, ...), or - for stdin"
 PATHS = argument("paths", "PATH", f"{_PATH}; may be repeated", nargs="+")
 RECURSIVE = flag("-r --recursive", "examine every model in a folder and its subfolders")
@@ -152,6 +159,9 @@ OPENING: tuple[Argument, ...] = (
     ),
 )
 STORAGE_OPTION = repeated("--storage-option", "KEY=VALUE", "for URLs: an option of the filesystem")
+METADATA = repeated(
+    "--metadata", "KEY[=VALUE]", "set a metadata key, or remove it if there is no =", type=_setting, default=[]
+)
 ADAPTER = repeated(
     "--adapter", "ADAPTER[=WEIGHT]", "merge a LoRA adapter, with an optional weight", type=_adapter, dest="adapters"
 )

@@ -46,6 +46,7 @@ from ..formats.folder import MLX_ADAPTER
 from ..models.choosing import EMBEDDINGS, tied_heads
 from ..models.diffusion import ARCHITECTURE, TYPE
 from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
+from ..models.layout import TOOLS
 from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
 from ..quant.finder import CONV1D, CONV1D_MODELS
@@ -347,7 +348,10 @@ def _opened(
     sources, target = src if isinstance(src, list) else [src], parse_target(given["dtype"])
     if len(sources) != 1 or not is_path(sources[0]):
         raise TypeError(f"base= needs the path of one adapter, got {show(src)}")
-    for key, kind in {**dict.fromkeys(_OF_MODELS, "models"), **refused}.items():
+    refused = {**dict.fromkeys(_OF_MODELS, "models"), **refused}
+    if refused["layout"] and given["layout"] in TOOLS:
+        raise ValueError(f'layout="{given["layout"]}" writes one file: its path must end with .safetensors')
+    for key, kind in refused.items():
         if kind and given[key]:
             raise ValueError(f"{key}= applies to {kind}: pass an adapter with base= without it")
     if target is not None and target.code not in _WRITTEN:
@@ -654,7 +658,6 @@ def _factorized(size: int, factor: int) -> tuple[int, int]:
 
 # ---- files of adapters for tools of diffusion models ----
 
-TOOLS = ("kohya", "diffusers")
 _KOHYA = {kinds.A: "lora_down.weight", kinds.B: "lora_up.weight", kinds.CORE: "lora_mid.weight"}
 
 

@@ -23,7 +23,7 @@ from ..core.runtime import paused
 from ..core.text import PathLike, show, warning
 from ..errors import SafeloadError, UnsupportedError, public
 from ..formats.folder import CONFIG, INDEX, SINGLE
-from ..models.layout import Layout
+from ..models.layout import TOOLS, Layout
 from . import decide, destinations, origin
 from .catalog import Catalog, Given
 from .decide import ConvertOptions, ConvertReport, ConvertRequest
@@ -214,6 +214,8 @@ def convert(
                 if value is not None:
                     raise ValueError(f"verify= does not cover files that {name}= reads: pass only one of the two")
         started = time.perf_counter()
+        if base is None and layout in TOOLS:
+            raise ValueError(f'layout="{layout}" names the tool of an adapter, which needs base=')
         if base is not None:
             from .adapter_forms import for_llama_cpp, for_tools, to_folder  # only here: most conversions are of models
 
@@ -257,6 +259,7 @@ def convert(
         text = str(error)
         if (
             base is None
+            and error.path not in [str(path) for path, _ in listed(adapters)]  # its tensors are not the result's
             and error.tensor is not None
             and type(error) in (SafeloadError, UnsupportedError)
             and "drop=" not in text

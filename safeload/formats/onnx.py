@@ -16,9 +16,8 @@ A model is protocol buffers:
 
 1. ModelProto: 1 ir_version, 2 producer_name, 3 producer_version, 4 domain, 5 model_version, 6 doc_string, 7 graph,
    8 opset_import (1 domain, 2 version), 14 metadata_props (1 key, 2 value), 20 training_info (1 initialization and
-   2 algorithm, graphs), 25 functions (1 name, 7 node, 10 domain,
-   13 overload).
-2. GraphProto: 1 node, 2 name, 5 initializer, 15 sparse_initializer (1 values).
+   2 algorithm, graphs), 25 functions (1 name, 7 node, 10 domain, 13 overload).
+2. GraphProto: 1 node, 2 name, 5 initializer, 15 sparse_initializer (1 values, 3 dims).
 3. NodeProto: 2 output, 3 name, 4 op_type, 5 attribute. AttributeProto: 1 name, 5 t, 6 g, 11 graphs: an `If` or `Loop`
    has graphs of its own, with initializers.
 4. TensorProto: 1 dims, 2 data_type, 3 segment, 4 float_data, 5 int32_data, 6 string_data, 7 int64_data, 8 name,
@@ -187,6 +186,7 @@ class TensorProto:
     raw: ByteSpan | None = None
     numbers: Mapping[str, ByteSpan] = dataclasses.field(default_factory=lambda: _NOTHING)  # by name of the field
     external: Mapping[str, str] = dataclasses.field(default_factory=lambda: _NOTHING)
+    sparse: bool = False
     segment: bool = False
     strings: bool = False
     divided: bool = False  # numbers are not packed into a single field
@@ -338,19 +338,11 @@ class OnnxModel(ByteReader):
             raise self.limit(f"graphs are nested more than {MAX_DEPTH} levels deep", message.begin)
         nodes = 0
         for field in self.fields(message, "a graph"):
-            if field.number == 5:
-                tensor = self._tensor(field, "an initializer")
+            if field.number in (5, 15):
+                tensor = self._tensor(field, "an initializer") if field.number == 5 else self._sparse(field)
                 if not tensor.name:
                     raise self.fault("an initializer has no name", field.begin)
                 self._add(self.initializers, f"{prefix}{tensor.name}", tensor)
-            elif field.number == 15:
-                names = [
-                    self._tensor(values, "the values of a sparse initializer").name
-                    for values in self.fields(field, "a sparse initializer")
-                    if values.number == 1
-                ]
-                name, text = f"{prefix}{names[-1] if names else ''}", "is sparse, which safeload does not read"
-                raise error_about(UnsupportedError, text, path=self.file.path, offset=field.begin, tensor=name)
             elif field.number == 1:
                 self._node(field, nodes, prefix, depth)
                 nodes += 1
@@ -400,9 +392,7 @@ class OnnxModel(ByteReader):
         for field in self.fields(message, what):
             number = field.number
             if number == 1:
-                tensor.dims += tuple(self.varints(field, "dims", MAX_RANK))
-                if len(tensor.dims) > MAX_RANK:
-                    raise self.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
+                self._add_dims(tensor, field)
             elif number in (2, 14) and field.wire == VARINT:
                 setattr(tensor, "data_type" if number == 2 else "location", field.value)
             elif number == 8:
@@ -428,6 +418,22 @@ class OnnxModel(ByteReader):
                 tensor.strings |= number == 6
         return tensor
 
+    def _sparse(self, message: Field) -> TensorProto:
+        """Parse a sparse tensor: its values have its name and type."""
+        tensor = TensorProto(message.begin, sparse=True)
+        for field in self.fields(message, "a sparse initializer"):
+            if field.number == 1:
+                values = self._tensor(field, "the values of a sparse initializer")
+                tensor.name, tensor.data_type = values.name, values.data_type
+            elif field.number == 3:
+                self._add_dims(tensor, field)
+        return tensor
+
+    def _add_dims(self, tensor: TensorProto, field: Field) -> None:
+        tensor.dims += tuple(self.varints(field, "dims", MAX_RANK))
+        if len(tensor.dims) > MAX_RANK:
+            raise self.fault(f"a tensor of more than {MAX_RANK} axes, the most that NumPy has", field.begin)
+
     def _check_count(self, count: int, what: str, field: Field) -> None:
         if count > MAX_ATTRIBUTES:
             raise self.limit(f"more than {MAX_ATTRIBUTES:,} {what}", field.begin)
@@ -441,6 +447,8 @@ class OnnxModel(ByteReader):
         try:
             if type_ is None or not type_.code or tensor.strings:
                 raise UnsupportedError("is not a dtype of weights")
+            if tensor.sparse:
+                raise UnsupportedError("is sparse, which safeload does not read")
             file, listing = self._listed(tensor, type_)
         except UnsupportedError as error:
             label = f"data type {tensor.data_type}" if type_ is None else type_.name

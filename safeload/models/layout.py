@@ -18,6 +18,7 @@ LAYER = "{}"
 
 _FIELDS = {"name", "tensors"}
 _TENSOR_FIELDS = {"name", "source", "transpose"}
+TOOLS = ("kohya", "diffusers")  # instead of a layout: the tool of an adapter's names
 
 
 @exported()

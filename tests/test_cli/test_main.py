@@ -400,6 +400,8 @@ def test_a_mistyped_option_is_one_line(capsys):
         ["diff", "a"],
         ["get"],
         ["edit", "--metadata", "k=v"],
+        ["edit", "a", "--metadata", "=v"],
+        ["convert", "a", "b", "--metadata", ""],
         ["patch", "a", "b"],
         ["report"],
         ["verify", "a", "--nonsense"],

@@ -139,6 +139,8 @@ def test_a_destination_is_stdout(run, monkeypatch, options, format):
         (["patch", "apply", "-", "m.safetensors"], "patch reads and writes files, not - for a stream"),
         (["sign", "-", "--key", "k.pem"], "sign signs files, not - for a stream"),
         (["sign", "m.safetensors", "--key", "k.pem", "-o", "-"], "--output needs a file, not - for a stream"),
+        (["extract", "m.safetensors", "m.safetensors", "-o", "-"], "--output needs a folder, not - for a stream"),
+        (["convert", "m.safetensors", "-", "--base", "m.safetensors"], "--base writes an adapter, which cannot go to"),
         (["verify", "-"], "verify compares files, not - for a stream"),
     ],
 )

@@ -325,7 +325,7 @@ FAULTS = {
     "sparse": (
         model(graph(more=[message(15, message(1, tensor("s", A)), message(2, tensor("", A)))])),
         UnsupportedError,
-        "tensor 's' is sparse, which safeload does not read",
+        "tensor 's': FLOAT is sparse, which safeload does not read",
     ),
     "deep": (nested(onnx_model.MAX_DEPTH + 2), LimitError, "graphs are nested more than 32 levels deep"),
     "many axes": (

@@ -28,10 +28,11 @@ def number(field, value):
     return bytes([field << 3, value])
 
 
-def onnx_of(kind, count, *fields):
+def onnx_of(kind, count, *fields, sparse=False):
     odd = number(1, count) + number(2, kind) + message(8, "odd") + b"".join(fields)
+    odd = message(15, message(1, odd) + number(3, 2) + number(3, 4)) if sparse else message(5, odd)
     whole = number(1, 6) + number(2, 1) + message(8, "w") + message(9, W.tobytes())
-    graph = message(5, whole) + message(5, odd) + message(2, "g")
+    graph = message(5, whole) + odd + message(2, "g")
     return number(1, 8) + message(7, graph) + message(8, message(1, "") + number(2, 17))
 
 
@@ -51,9 +52,9 @@ def pickled(odd, protocol=4):
     return write
 
 
-def onnx(*arguments):
+def onnx(*arguments, **options):
     def write(path):
-        path.write_bytes(onnx_of(*arguments))
+        path.write_bytes(onnx_of(*arguments, **options))
         return path
 
     return write
@@ -156,6 +157,7 @@ CASES = {
     "onnx text": ("m.onnx", onnx(8, 1, message(6, "text")), "STRING", False),
     "onnx unknown type": ("m.onnx", onnx(99, 1, message(9, "abcd")), "data type 99", True),
     "onnx segment": ("m.onnx", onnx(1, 1, message(3, b""), message(9, "abcd")), "FLOAT", True),
+    "onnx sparse": ("m.onnx", onnx(1, 1, message(9, "abcd"), sparse=True), "FLOAT", True),
     "onnx half a byte": ("m.onnx", onnx(23, 3, message(9, "ab")), "FLOAT4E2M1", True),
     "hdf5 text": ("m.h5", hdf5(lambda h, f: f.create_dataset("odd", data="text")), "text", False),
     "hdf5 lzf": (

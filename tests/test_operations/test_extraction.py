@@ -333,7 +333,7 @@ def test_a_file_of_llama_cpp_is_read_as_the_model_of_transformers(tmp_path):
         safeload.convert(tmp_path / name, tmp_path / f"{name}.gguf")
     places = {}
     for a, b in ((base, fine), (base, tmp_path / "fine.gguf"), (tmp_path / "base.gguf", tmp_path / "fine.gguf")):
-        place = tmp_path / f"{a.name}-{b.name}"
+        place = tmp_path / f"of {a.name} and {b.name} lora"
         safeload.extract(a, b, place, rank=4, with_rest=True)
         places[place.name] = (place / "adapter_model.safetensors").read_bytes()
     assert len({*places.values()}) == 1, [*places]
@@ -429,6 +429,8 @@ def test_what_is_there_stays_unless_asked(pair, tmp_path):
         safeload.extract(*pair, tmp_path / "file", overwrite=True)
     with pytest.raises(ValueError, match="extract writes a local folder, got 's3://bucket/a'"):
         safeload.extract(*pair, "s3://bucket/a")
+    with pytest.raises(ValueError, match=r"writes a folder, but '.*out\.safetensors' has the suffix of a file"):
+        safeload.extract(*pair, tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("side", ["base", "fine"])

@@ -9,7 +9,7 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import inside
+from builders import inside, onnx_build
 from builders.inside import main
 from builders.models import BUILT_IN_SCHEMAS, SMALL, small, write_folder
 from builders.thorough import dealt
@@ -193,6 +193,25 @@ def test_each_fault_is_reported_as_exactly_that(fault, severity, code, name, mes
         assert report.ok == (severity == "warning") == bool(report)
         assert code in str(report)
         assert str(name or "file") in str(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "severity"),
+    [
+        (-np.inf, "warning"),
+        ([np.inf], "warning"),
+        (np.nan, "error"),
+        ([np.inf, 0], "error"),
+        ([[-np.inf] * 2], "error"),
+    ],
+)
+def test_an_infinity_alone_can_be_a_constant_of_an_onnx_graph(value, severity, tmp_path):
+    content = onnx_build.tensor("c", np.array(value, np.float32)), onnx_build.tensor("w", np.ones(3, np.float32))
+    (tmp_path / "m.onnx").write_bytes(onnx_build.model(onnx_build.graph(*content)))
+    report = check(tmp_path / "m.onnx")
+    assert codes(report) == [(severity, f"value.{'nan' if value is np.nan else 'inf'}", "c")]
+    save_file({"c": np.array(value, np.float32)}, tmp_path / "m.safetensors")
+    assert codes(check(tmp_path / "m.safetensors"))[0][0] == "error"
 
 
 def test_the_last_value_of_the_last_shard(llama, tmp_path):
