@@ -76,6 +76,8 @@ CASES = {
     "more groups than rows": made(COLUMNS, 8, (3, 4, 70), (1, 1), ("sequence", "groups", "shared")),
     "groups whose columns share scales": made(COLUMNS, 4, (2, 72, 33), (1, 3), ("sequence", "groups", "zeros")),
     "columns with unused bytes": made(COLUMNS, 3, (2, 160, 33), (32, 2), ("zeros",), gap=2),
+    "columns of two tiles beside each other": made(COLUMNS, 4, (1, 1024, 3111), (128, 1), ("zeros",)),
+    "groups of two tiles beside each other": made(COLUMNS, 4, (1, 2048, 1700), (1, 1), ("groups", *ALL)),
     "a last band of one word": made(COLUMNS, 8, (1, 68, 129), (128, 1)),
     "permuted words": made(WORDS, 4, (2, 100, 72), (32, 1), ("zeros",)),
     "permuted words of groups": made(WORDS, 4, (1, 64, 136), (1, 3), ("groups", *ALL)),
