@@ -109,7 +109,7 @@ def test_files_there_are_replaced_only_on_request(model, tmp_path):
         assert {tensor.dtype for tensor in file.tensors.values()} == {"F16"}
 
 
-@pytest.mark.parametrize("read", ["adapter", "base", "own"])
+@pytest.mark.parametrize("read", ["adapter", "base", "own", "beside"])
 def test_no_file_that_is_read_is_replaced(read, model, tmp_path):
     base, adapter = model("llama3")
     safeload.convert(base, tmp_path / "base.gguf")
@@ -118,9 +118,10 @@ def test_no_file_that_is_read_is_replaced(read, model, tmp_path):
         "adapter": (adapter, adapter, base),
         "base": (adapter, tmp_path / "base.gguf", tmp_path / "base.gguf"),
         "own": (tmp_path / "own.gguf", tmp_path / "own.gguf", base),
+        "beside": (adapter, base, base),
     }[read]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="which is read: choose another path"):
+    with pytest.raises(ValueError, match=r"which is read: choose another (path|folder)"):
         safeload.convert(source, destination, base=base, overwrite=True)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.adapter import PREFIX, WEIGHTS
-from ..conversion.adapter_forms import write_folder
+from ..conversion.adapter_forms import refuse_folder_of, write_folder
 from ..conversion.catalog import Catalog, Given, TensorDescription
 from ..conversion.destinations import writer_of
 from ..conversion.rules import reason_of_role
@@ -420,8 +420,6 @@ def _check_folder(folder: str, sources: Iterable[str], *, overwrite: bool) -> No
         raise existing_file(folder, "This is a file, but an adapter needs a folder")
     if os.path.splitext(folder)[1].lower() in WEIGHT_SUFFIXES and not os.path.isdir(folder):
         raise ValueError(f"extract writes a folder, but {show(folder)} has the suffix of a file")
-    for source in filter(os.path.exists, sources if os.path.isdir(folder) else ()):
-        if os.path.samefile(os.path.dirname(source) or os.curdir, folder):
-            raise ValueError(f"{folder} has {source}, which is read: choose another folder")
+    refuse_folder_of(sources, folder)
     if not overwrite and os.path.isdir(folder) and os.listdir(folder):
         raise existing_file(folder)

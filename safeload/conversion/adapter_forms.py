@@ -429,8 +429,9 @@ def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> tuple[str,
     sink = Sink(place.files, place.path)
     refused = {"quantize": "adapters for llama.cpp", "rename": "single files"}
     with ExitStack() as stack:
-        paths = map(sink.shown, (lora.CONFIG, MLX_ADAPTER, lora.WEIGHTS))
-        adapter, catalog = _opened(stack, src, given, paths, **refused)
+        adapter, catalog = _opened(stack, src, given, (), **refused)
+        files = (*adapter.checkpoint.weight_files, *catalog.weight_files)
+        refuse_folder_of([adapter.config_at.path, *(file.path for file in files)], place.path)
         if catalog.format == GGUF:
             raise UnsupportedError(f"{catalog.title}: the folder of an adapter needs a base with a config.json")
         stored = {name: tuple(catalog.about(name).shape) for name in catalog}
@@ -452,6 +453,13 @@ def to_folder(src: Any, place: Location, given: Mapping[str, Any]) -> tuple[str,
         write_folder(place.path, name, file, settings, overwrite=given["overwrite"])
         report(file.size)
     return sink.shown(name), len(factors), file.size
+
+
+def refuse_folder_of(sources: Iterable[str], folder: str) -> None:
+    """Refuse a folder that holds what is read: with an adapter's files, it would be a model and an adapter."""
+    for source in filter(os.path.exists, sources if os.path.isdir(folder) else ()):
+        if os.path.samefile(os.path.dirname(source) or os.curdir, folder):
+            raise ValueError(f"{folder} has {source}, which is read: choose another folder")
 
 
 def write_folder(folder: str, name: str, file: ShardWriter, config: Mapping[str, Any], *, overwrite: bool) -> None:
