@@ -704,7 +704,8 @@ def listed(adapters: Any) -> list[tuple[Any, float]]:
         if isinstance(path, (list, tuple, Mapping, bool, int, float)) or path is None:
             raise TypeError(f"adapters must be a path, a pair (path, weight) or a list of these, got {show(item)}")
         if not abs(weight) <= 1e30:  # `not <=` also catches NaN
-            raise ValueError(f"adapters: the weight of {show(path)} must be a finite number of at most 1e30, got {show(weight)}")
+            text = f"the weight of {show(path)} must be a finite number of at most 1e30, got {show(weight)}"
+            raise ValueError(f"adapters: {text}")
         weighted.append((path, float(weight)))
     return weighted
 

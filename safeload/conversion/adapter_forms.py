@@ -633,8 +633,8 @@ def _divide_as_peft(modules: _Modules, settings: dict[str, Any]) -> dict[str, in
         sizes[module] = outer, (len(product.left) // outer[0], inputs // outer[1])
     factors = dict.fromkeys((-1, *(side for outer, _ in sizes.values() for side in outer)))
     unlike = {factor: [m for m in sizes if not _divides(factor, *sizes[m])] for factor in factors}
-    settings["decompose_factor"], others = min(unlike.items(), key=lambda each: len(each[1]))
-    for module in others:
+    settings["decompose_factor"], undivided = min(unlike.items(), key=lambda each: len(each[1]))
+    for module in undivided:
         text = f"divides {show(module)} into other blocks than PEFT, whose decompose_factor is that of all modules"
         raise modules[module][0].refused(text)
     ranks = {}

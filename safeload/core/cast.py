@@ -46,22 +46,22 @@ def astype(x: Any, dtype: Any, *, out: Array | None = None, threads: int | None 
     target = dtypes.parse(dtype)
     element = dtypes.element_dtype(target.number)
     check_threads(threads)
-    given, out = out, target_array(array.shape, element, out)
-    if given is not None and np.may_share_memory(array, given):
+    result = target_array(array.shape, element, out)
+    if out is not None and np.may_share_memory(array, out):
         array = array.copy(order="C")
     narrows = target.floating and target.bits < dtypes.F32.bits
     if narrows:
         array = _real(array)
     source = dtypes.row_of(array.dtype)
     if source is not None and _in_core(source, target, array):
-        _convert(array, out, source, target.number, threads)
-        return out
+        _convert(array, result, source, target.number, threads)
+        return result
     if source is not None and narrows and array.size and source.converts_to(_F32_ODD):
         odd = np.empty(array.shape, np.float32)  # ml_dtypes would round to float32 first, and then again
         _convert(array, odd, source, _F32_ODD.number, threads)
         array = odd
-    np.copyto(out, array.astype(element), casting="unsafe")
-    return out
+    np.copyto(result, array.astype(element), casting="unsafe")
+    return result
 
 
 def _real(array: Array) -> Array:

@@ -799,8 +799,8 @@ def restore_box(packed: Packed, part: Range, memory: int, target: int, name: str
         window = range(window.start, spec.row_bytes)
     raw = _read_window(codes, spec.row_bytes, lines, window)
     begin = address_of(raw)
-    held = codes._replace(file=None, shape=raw.shape, begin=begin, end=begin + raw.size)
-    reader = CodeReader(Packed(spec, {**packed.parts, packing.CODES: held}), part, name, packed.parts, len(window))
+    in_window = codes._replace(file=None, shape=raw.shape, begin=begin, end=begin + raw.size)
+    reader = CodeReader(Packed(spec, {**packed.parts, packing.CODES: in_window}), part, name, packed.parts, len(window))
     how = part.values * 4, dtypes.F32.number, target, lib.SL_OP_RESTORE
     shape = (part.columns, part.rows) if spec.transpose else (part.rows, part.columns)
     return Job(None, begin, memory, *how, origin=Origin(name, shape, raw), packed=reader)
