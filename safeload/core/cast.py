@@ -86,7 +86,7 @@ def _convert(array: Array, out: Array, source: dtypes.Dtype, target: int, thread
     small = array.nbytes < BYTES_PER_THREAD and array.flags.c_contiguous and thread_count(array.nbytes, threads) == 1
     if small and sys.byteorder == "little":  # a batch takes 20 us
         if source.number == target:
-            np.copyto(out, array)
+            np.copyto(out, array.view(out.dtype))  # a swapped array still has the dtype of the other order
         elif status := lib.sl_convert(TIER, source.number, target, *map(ffi.from_buffer, (array, out)), array.size):
             check(status, Error())
         return

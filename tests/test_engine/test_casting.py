@@ -160,6 +160,8 @@ def layouts(x):
     yield "two axes swapped", x.swapaxes(1, 2)
     yield "last axis first", np.moveaxis(x, -1, 0)
     yield "every other", x[::2, :, ::3]
+    yield "big-endian", x.astype(x.dtype.newbyteorder(">"))
+    yield "few, big-endian", x[0, 0, :2].astype(x.dtype.newbyteorder(">"))
     yield "last axis cut", x[..., 1:-1]
     yield "reversed", x[::-1, :, ::-1, ::-1]
     yield "broadcast", np.broadcast_to(x[:, :1], x.shape)
