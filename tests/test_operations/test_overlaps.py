@@ -177,5 +177,5 @@ def test_only_arrays_that_overlap_a_source_are_filled_through_memory_of_their_ow
         for name, array in want.items():
             np.testing.assert_array_equal(out[name], array)
         overlaps = any(np.may_share_memory(target, array) for array in weights.values())
-        copied = sum(array.nbytes for array in weights.values() if not array.flags.c_contiguous)
+        copied = max((array.nbytes for array in weights.values() if not array.flags.c_contiguous), default=0)  # in turn
         assert (peak - copied > target.nbytes // 2) == overlaps or not count, at
