@@ -23,7 +23,7 @@ from ..core.registry import GGUF
 from ..core.text import error_about, show, warning
 from ..errors import FormatError, UnsupportedError
 from ..models.module_names import adapter_kind, diffusion_writer, foreign_kind, unwrapped
-from ..quant.finder import CONV1D
+from ..quant.finder import is_conv1d
 from ..quant.patterns import compiled
 from . import diffusion, kinds
 from .kinds import BIAS, CORE, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, SCALE, TOKENS, VALUE, A, B, changing
@@ -265,9 +265,10 @@ class Adapter:
         self.config, self.config_at = config, config_at
         self.read_settings(config, config_at.shown)
         self.modules = self._modules()
-        roles = {role for parts in self.modules.values() for role in parts}
-        if self.kind.problem is not None and (problem := self.kind.problem(roles, config, self.settings)) is not None:
-            raise error_about(UnsupportedError, problem, path=config_at.shown)
+        if self.kind.problem is not None:
+            roles = {role for parts in self.modules.values() for role in parts}
+            if (text := self.kind.problem(roles, config, self.settings)) is not None:
+                raise error_about(UnsupportedError, text, path=config_at.shown)
 
     def read_settings(self, config: Mapping[str, Any], path: str) -> None:
         """Set the attributes that the dialect has, and refuse what it has besides LoRA."""
@@ -495,7 +496,7 @@ class _MlxAdapter(Adapter):
         return self.factor_of(name, "", _MLX_ROLE, _MLX, _WRAPPED)
 
     def turns(self, module: str) -> bool:
-        return module.rpartition(".")[2] in CONV1D
+        return is_conv1d(module)
 
     def expected(
         self, shape: kinds.Shape, a: kinds.Shape, *, parameter: bool, turned: bool, embeds: bool

@@ -18,7 +18,7 @@ from ..errors import FormatError, UnsupportedError
 from ..models.choosing import EMBEDDINGS, STACK, is_unclear, tied_heads, vocabulary_sizes
 from ..models.module_names import stored_names, unwrapped
 from ..models.renamed import Divided, Joined, ModelNames, Turned, Unmapped, has_rules
-from ..quant.finder import CONV1D, CONV1D_MODELS
+from ..quant.finder import CONV1D_MODELS, is_conv1d
 from . import diffusion, kinds
 from .adapter import Adapter, Fit
 from .diffusion import Assembled, Piece
@@ -468,13 +468,13 @@ def _guesses(
             orders, key = (experts, outermost(module)) if module in parameters else (layers, _last(module))
             orders.setdefault(key, set()).add(order)
     every_expert, every_layer = set().union(*experts.values()), set().union(*layers.values())
-    conv1d, flag = set().union(*(orders for last, orders in layers.items() if last in CONV1D)), adapter.transposed
+    conv1d, flag = set().union(*(orders for last, orders in layers.items() if is_conv1d(last))), adapter.transposed
     plain = (
         module
         for module, parts in adapter.modules.items()
         if changing(parts) - {EMBEDDING_A, EMBEDDING_B} and module not in parameters
     )
-    unsure = not conv1d and not flag and not all(_last(module) in CONV1D for module in plain)
+    unsure = not conv1d and not flag and not all(map(is_conv1d, plain))
     guesses: dict[str, bool | None] = {}
     for module in (module for module, order in turned.items() if order is None):
         last = _last(module)
@@ -482,11 +482,11 @@ def _guesses(
             known = {True} if model_type in _IN_FIRST else set()
             choices = [experts.get(outermost(module), set()), every_expert, known]
         elif model_type in CONV1D_MODELS and adapter.of_transformers:
-            choices = [{last in CONV1D}]
+            choices = [{is_conv1d(last)}]
         else:
-            choices = [layers.get(last, set()), conv1d if last in CONV1D else set()]
+            choices = [layers.get(last, set()), conv1d if is_conv1d(last) else set()]
             unknown = not adapter.of_transformers and model_type in (None, *CONV1D_MODELS)
-            if every_layer <= {flag} and not (unsure and last in CONV1D) and not unknown:
+            if every_layer <= {flag} and not (unsure and is_conv1d(last)) and not unknown:
                 choices.append({flag})
         guesses[module] = next((next(iter(orders)) for orders in choices if len(orders) == 1), None)
     return guesses

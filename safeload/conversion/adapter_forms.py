@@ -49,7 +49,7 @@ from ..models.family import GgufForm, gguf_architectures, gguf_form, mlx_form
 from ..models.layout import TOOLS
 from ..models.module_names import stored_names
 from ..models.renamed import ModelNames
-from ..quant.finder import CONV1D, CONV1D_MODELS
+from ..quant.finder import CONV1D_MODELS, is_conv1d
 from .catalog import Catalog, is_path
 from .destinations import ShardWriter, config_text, refuse_inputs
 from .forms import counted, laid_out
@@ -548,7 +548,7 @@ def _modules_of(products: _Products, catalog: Catalog) -> _Modules:
 
 
 def _is_turned(module: str, config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in CONV1D_MODELS and module.rpartition(".")[2] in CONV1D
+    return config.get("model_type") in CONV1D_MODELS and is_conv1d(module)
 
 
 _PEFT = {

@@ -68,12 +68,12 @@ def bar(label: str, *, leave: bool = False) -> Iterator[Report]:
 
 
 # A report to nobody, by a function that does nothing with its argument.
-SILENT: AbstractContextManager[Callable[[int], object]] = nullcontext(bool)
+_SILENT: AbstractContextManager[Callable[[int], object]] = nullcontext(bool)
 
 
 def reporter(progress: Progress, total: int) -> AbstractContextManager[Callable[[int], object]]:
     """Yield a function that takes the bytes done and reports them as ``progress`` specifies."""
-    return _reporting(progress, total) if progress or callable(progress) else SILENT
+    return _reporting(progress, total) if progress or callable(progress) else _SILENT
 
 
 @contextmanager

@@ -309,10 +309,15 @@ def conv1d_model(config: Mapping[str, Any] | None) -> str | None:
     return next((name for name in types if isinstance(name, str) and name in CONV1D_MODELS), None)
 
 
+def is_conv1d(module: str) -> bool:
+    """Return True for a module with the name of such a layer."""
+    return module.rpartition(".")[2] in CONV1D
+
+
 def is_named_conv1d(name: str) -> bool:
     """Return True for the weight of a module with the name of such a layer."""
     module, _, last = name.rpartition(".")
-    return last in ("weight", "qweight") and module.rpartition(".")[2] in CONV1D
+    return last in ("weight", "qweight") and is_conv1d(module)
 
 
 def _of_conv1d(packed: packing.Packing) -> packing.Packing:
